@@ -1,0 +1,235 @@
+"""The nouns of the scheduler: immutable values that events, commands and decisions are made of.
+
+Nothing here decides anything. Units are in the names: `_s` seconds, `_bytes`, `_tokens`, `_blocks`. A missing value is
+`None`, never a sentinel number. Terms follow the field (Mooncake, FAST'25; vLLM; Dynamo): see the glossary in
+`conductor/DESIGN.md`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from typing import TypeAlias
+
+from conductor.core.cost_profile import CostProfile
+
+WorkerId: TypeAlias = str
+RequestId: TypeAlias = str
+BlockHash: TypeAlias = int
+"""A 128-bit hash chained over a whole prefix inside one KV namespace: equal hashes mean equal prefixes.
+
+Trace replay uses the trace's own prefix ids as hashes."""
+
+
+class InvariantError(AssertionError):
+    """The scheduler's own state is inconsistent: a bug, never a consequence of bad input."""
+
+
+class Role(StrEnum):
+    """What a worker does with requests."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    COUPLED = "coupled"  # both on one engine, as an undisaggregated server runs
+
+
+class Tier(IntEnum):
+    """Where a block lies, fastest first. The wire word for it is `medium`."""
+
+    DEVICE = 0
+    HOST = 1
+    DISK = 2
+    SHARED = 3
+
+
+class Priority(IntEnum):
+    """Admission class of a request; lower values are served first."""
+
+    HIGH = 0
+    NORMAL = 1
+    LOW = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SLO:
+    """Objectives of one request; None means that it has none."""
+
+    ttft_s: float | None = None
+    tbt_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request as the scheduler sees it: lengths and hashes, never token text.
+
+    `block_hashes` holds one hash for each *full* block of the prompt. After a lost worker the same request comes back with
+    `attempt` raised, `emitted_tokens` of its output already delivered, and a prompt that contains them.
+    """
+
+    id: RequestId
+    prompt_tokens: int
+    block_hashes: tuple[BlockHash, ...]
+    max_output_tokens: int
+    slo: SLO = SLO()
+    priority: Priority = Priority.NORMAL
+    traffic_class: str = "chat"
+    session: str | None = None
+    tenant: str = "default"
+    model: str = ""
+    attempt: int = 1
+    emitted_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What a worker says of itself when it joins.
+
+    `node` names the host whose DRAM and disk tiers the worker shares; `rack` and `zone` widen the failure domain.
+    `capacity_blocks` bounds each tier that the worker (DEVICE) or its node (HOST, DISK) has.
+    """
+
+    id: WorkerId
+    role: Role
+    node: str
+    profile: CostProfile
+    capacity_blocks: dict[Tier, int] = field(default_factory=dict)
+    model: str = ""
+    rack: str = ""
+    zone: str = ""
+    nic_bytes_per_s: float | None = None
+    max_batch: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """What a worker reports of its own load at one moment."""
+
+    queued_requests: int = 0
+    queued_prefill_tokens: int = 0
+    running_prefill_remaining_s: float = 0.0
+    decode_batch: int = 0
+    decode_context_tokens: int = 0
+    free_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """Origin of a worker event: its source, the source's life (`epoch`) and a sequence number without gaps from 1."""
+
+    source: str
+    epoch: int
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """One place that holds blocks: a worker's device pool, a node's DRAM or disk, or the shared store."""
+
+    owner: str
+    tier: Tier
+
+
+@dataclass(frozen=True, slots=True)
+class ReusePlan:
+    """How the reusable prefix reaches the prefill worker.
+
+    The first `local_tokens` already lie in its device pool; `fetched_tokens` more are pulled or restored from `source`;
+    the rest of the prompt is computed.
+    """
+
+    local_tokens: int = 0
+    fetched_tokens: int = 0
+    source: Holder | None = None
+    relay: WorkerId | None = None  # decode worker whose storage link reads on behalf of the prefill worker (DualPath)
+
+    @property
+    def reused_tokens(self) -> int:
+        return self.local_tokens + self.fetched_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TTFTEstimate:
+    """Predicted time to first token on one prefill worker, by term, with its interval."""
+
+    queue_s: float
+    transfer_s: float
+    prefill_s: float
+    low_s: float
+    high_s: float
+    calibrated: bool
+
+    @property
+    def total_s(self) -> float:
+        return self.queue_s + self.transfer_s + self.prefill_s
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One prefill worker as a decision saw it."""
+
+    worker: WorkerId
+    reuse: ReusePlan
+    ttft: TTFTEstimate
+    score: float
+
+
+class RejectReason(StrEnum):
+    """Why a request was refused; the machine-readable word of the HTTP error."""
+
+    TTFT_SLO = "ttft_slo"
+    TBT_SLO = "tbt_slo"
+    OVERLOAD = "overload"
+    NO_PREFILL = "no_prefill_worker"
+    NO_DECODE = "no_decode_worker"
+    TOO_LONG = "too_long"
+    QUEUE_FULL = "queue_full"
+    RETRIES_EXHAUSTED = "retries_exhausted"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """An accepted request: where it prefills, where it decodes, what it reuses, what was predicted."""
+
+    request_id: RequestId
+    attempt: int
+    prefill: WorkerId
+    decode: WorkerId | None
+    reuse: ReusePlan
+    ttft: TTFTEstimate
+    tbt_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """A refused request. Built in `admission.py` and nowhere else."""
+
+    request_id: RequestId
+    reason: RejectReason
+    message: str
+    retry_after_s: float
+    best_worker: WorkerId | None = None
+    predicted_s: float | None = None
+    predicted_low_s: float | None = None
+    predicted_high_s: float | None = None
+    objective_s: float | None = None
+    shortfall_s: float | None = None
+
+
+Decision: TypeAlias = Placement | Rejection
+
+
+class FinishReason(StrEnum):
+    """How a request's life ended on the worker side."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+class TransferReason(StrEnum):
+    """Why blocks move outside a request's own prefill and hand-over."""
+
+    REPLICATE = "replicate"
+    DRAIN = "drain"
+    RESTORE = "restore"

@@ -1,0 +1,45 @@
+"""What the gateway needs of the cluster behind it: one small protocol, so that the gateway runs over Ray, over a null engine
+(benchmarks) and over a scripted one (tests) alike."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from conductor.core.messages import GenerationJob, TokenOutput
+from conductor.core.types import Decision, RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterStatus:
+    """A picture of the cluster for `/ready`, `/metrics` and people. `workers` maps worker id to plain JSON values."""
+
+    ready: bool
+    reason: str
+    model: str
+    workers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    counters: Mapping[str, float] = field(default_factory=dict)
+
+
+class EngineClient(Protocol):
+    """Sends requests to the cluster and brings back their tokens."""
+
+    @property
+    def channel(self) -> str:
+        """Name under which workers address output to this client."""
+
+    async def submit(self, job: GenerationJob) -> Decision:
+        """Ask for a decision. A `Placement` means that tokens will come; a `Rejection` is final."""
+
+    def outputs(self, request_id: RequestId) -> AsyncIterator[TokenOutput]:
+        """The tokens of a placed request in order of `index`, each once, whatever happens to workers meanwhile; ends after the
+        output that carries `finish_reason`."""
+
+    async def cancel(self, request_id: RequestId) -> None:
+        """Stop a request on every worker. Unknown and finished requests are ignored."""
+
+    async def decision(self, request_id: RequestId) -> Mapping[str, Any] | None:
+        """Everything known of one decision as JSON values: candidates with their terms, the choice, what happened."""
+
+    async def status(self) -> ClusterStatus: ...

@@ -1,0 +1,92 @@
+"""The contract between models and the workers that run them: one batch, one paged cache, one forward pass.
+
+A batch holds several sequences, each with new tokens to compute (a prefill chunk, or one token of decode) on top of
+context whose KV already lies in the cache. `forward` writes the new tokens' KV into the cache and returns the logits of
+every sequence's last new token.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """Sequences laid end to end.
+
+    token_ids: int64 [total_new_tokens]; query_lens and context_lens: one entry a sequence (new tokens; tokens already cached);
+    block_tables: one list of cache block ids a sequence, long enough for context + new tokens.
+    """
+
+    token_ids: Tensor
+    query_lens: Sequence[int]
+    context_lens: Sequence[int]
+    block_tables: Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The bytes of a token's KV: `elements_per_token` per layer times the width of `dtype`."""
+
+    name: str
+    version: int
+    num_layers: int
+    token_shape: tuple[int, ...]  # shape of one token's KV in one layer, e.g. (2, kv_heads, head_dim)
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        elements = 1
+        for size in self.token_shape:
+            elements *= size
+        return self.num_layers * elements * self.dtype.itemsize
+
+
+class PagedKVCache:
+    """KV of `num_blocks` blocks of `block_tokens` tokens: one tensor a layer, [num_blocks, block_tokens, *token_shape].
+
+    Block ids are handed out by the worker's block pool; the cache only stores bytes.
+    """
+
+    def __init__(self, layout: KVLayout, num_blocks: int, block_tokens: int, device: torch.device | str = "cpu") -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.block_tokens = block_tokens
+        shape = (num_blocks, block_tokens, *layout.token_shape)
+        self.layers = [torch.empty(shape, dtype=layout.dtype, device=device) for _ in range(layout.num_layers)]
+
+    def gather(self, block_ids: Sequence[int], layers: range | None = None) -> Tensor:
+        """A contiguous copy [layers, blocks, block_tokens, *token_shape] of the given blocks."""
+        index = torch.as_tensor(block_ids, dtype=torch.long, device=self.layers[0].device)
+        chosen = range(self.layout.num_layers) if layers is None else layers
+        return torch.stack([self.layers[layer].index_select(0, index) for layer in chosen])
+
+    def scatter(self, block_ids: Sequence[int], data: Tensor, layers: range | None = None) -> None:
+        """Write what `gather` returned into the given blocks."""
+        index = torch.as_tensor(block_ids, dtype=torch.long, device=self.layers[0].device)
+        chosen = range(self.layout.num_layers) if layers is None else layers
+        for row, layer in enumerate(chosen):
+            self.layers[layer].index_copy_(0, index, data[row].to(self.layers[layer]))
+
+
+class CausalLM(ABC):
+    """A decoder-only language model over paged KV."""
+
+    vocab_size: int
+    max_context: int
+    layout: KVLayout
+
+    @abstractmethod
+    def forward(
+        self, batch: ForwardBatch, cache: PagedKVCache, *, on_layer: Callable[[int], None] | None = None
+    ) -> Tensor:
+        """Logits, float32 [sequences, vocab_size], of each sequence's last new token.
+
+        Writes the KV of all new tokens into `cache`. `on_layer(i)` is called when layer i's KV is complete for this batch, so
+        that it can be sent while the next layer computes.
+        """

@@ -1,0 +1,1 @@
+"""Traces: readers, generators, the virtual-time simulator, replay and reports."""
