@@ -130,6 +130,8 @@ class Run:
         except Exception as problem:
             logger.exception("request %s lost its output", choice.job.request.id)
             raise self._unreachable(choice) from problem
+        finally:
+            await self._release(choice)
         raise self._unreachable(choice)
 
     def _unreachable(self, choice: Choice) -> ApiError:
@@ -142,12 +144,14 @@ class Run:
         if any(choice.placement for choice in self.choices):
             self._metrics.tokens(self.plan.prompt_tokens, self.reused_tokens, self.output_tokens)
         for choice in self.choices:
-            if choice.open:
-                choice.open = False
-                self._metrics.cancelled()
-                await self._cancel(choice)
+            await self._release(choice)
 
-    async def _cancel(self, choice: Choice) -> None:
+    async def _release(self, choice: Choice) -> None:
+        """Cancel a job that has not ended, once."""
+        if not choice.open:
+            return
+        choice.open = False
+        self._metrics.cancelled()
         try:
             await self._engine.cancel(choice.job.request.id)
         except Exception:
