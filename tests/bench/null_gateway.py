@@ -1,4 +1,4 @@
-"""`python -m tests.bench.null_gateway TOKENS TBT_S`: the gateway over a null engine, in a process of its own; prints its port."""
+"""The gateway over a null engine in a process of its own: `python -m tests.bench.null_gateway TOKENS TBT_S` prints its port."""
 
 from __future__ import annotations
 
