@@ -58,7 +58,8 @@ class PagedKVCache:
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         shape = (num_blocks, block_tokens, *layout.token_shape)
-        self.layers = [torch.empty(shape, dtype=layout.dtype, device=device) for _ in range(layout.num_layers)]
+        # Zeros: attention multiplies unwritten slots by a weight of zero, and zero times NaN would not vanish.
+        self.layers = [torch.zeros(shape, dtype=layout.dtype, device=device) for _ in range(layout.num_layers)]
 
     def gather(self, block_ids: Sequence[int], layers: range | None = None) -> Tensor:
         """A contiguous copy [layers, blocks, block_tokens, *token_shape] of the given blocks."""
@@ -82,9 +83,7 @@ class CausalLM(ABC):
     layout: KVLayout
 
     @abstractmethod
-    def forward(
-        self, batch: ForwardBatch, cache: PagedKVCache, *, on_layer: Callable[[int], None] | None = None
-    ) -> Tensor:
+    def forward(self, batch: ForwardBatch, cache: PagedKVCache, *, on_layer: Callable[[int], None] | None = None) -> Tensor:
         """Logits, float32 [sequences, vocab_size], of each sequence's last new token.
 
         Writes the KV of all new tokens into `cache`. `on_layer(i)` is called when layer i's KV is complete for this batch, so
