@@ -93,7 +93,7 @@ def _remark_on_lag(run: RunResult) -> None:
     late = sum((outcome.lag_s or 0.0) > NOTICEABLE_LAG_S for outcome in run.outcomes if not outcome.warmup)
     if late:
         text = f"{late} requests left more than {NOTICEABLE_LAG_S:g} s late: the load was lighter than the trace's"
-        standard_error().print(f"[yellow]note:[/] {text}", highlight=False)
+        standard_error().print(f"[yellow]note:[/] {text}", highlight=False, soft_wrap=True)
 
 
 def _exit_code(run: RunResult) -> ExitCode:
