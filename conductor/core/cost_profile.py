@@ -71,8 +71,4 @@ class CostProfile:
 
     def decode_step_s(self, batch: int, context_tokens: int) -> float:
         """Seconds of one decode step over `batch` sequences that hold `context_tokens` of KV together."""
-        return (
-            self.decode_base_s
-            + self.decode_per_sequence_s * batch
-            + self.decode_per_context_token_s * context_tokens
-        )
+        return self.decode_base_s + self.decode_per_sequence_s * batch + self.decode_per_context_token_s * context_tokens
