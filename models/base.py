@@ -82,9 +82,7 @@ class CausalLM(ABC):
     layout: KVLayout
 
     @abstractmethod
-    def forward(
-        self, batch: ForwardBatch, cache: PagedKVCache, *, on_layer: Callable[[int], None] | None = None
-    ) -> Tensor:
+    def forward(self, batch: ForwardBatch, cache: PagedKVCache, *, on_layer: Callable[[int], None] | None = None) -> Tensor:
         """Logits, float32 [sequences, vocab_size], of each sequence's last new token.
 
         Writes the KV of all new tokens into `cache`. `on_layer(i)` is called when layer i's KV is complete for this batch, so

@@ -1,0 +1,1 @@
+"""Benchmarks: figures for people, ratios for judgement. `python -m tests.bench --help` lists them."""
