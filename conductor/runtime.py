@@ -135,8 +135,13 @@ class ConductorRuntime:
         return await self._await_decision(job, ev.RequestArrived(job.request))
 
     async def resume(self, job: GenerationJob) -> Decision:
-        """The decision on the continuation of an interrupted request."""
-        return await self._await_decision(job, ev.RequestResumed(job.request))
+        """The decision on the continuation of an interrupted request.
+
+        One that is not known here (this process was started again, or the request had ended before its output was complete)
+        is a request like any other.
+        """
+        known = job.request.id in self._in_flight
+        return await self._await_decision(job, ev.RequestResumed(job.request) if known else ev.RequestArrived(job.request))
 
     async def cancel(self, request_id: RequestId) -> None:
         """Stop a request everywhere. Unknown and finished requests are ignored."""
@@ -144,9 +149,16 @@ class ConductorRuntime:
             self._post(ev.RequestCancelled(request_id))
 
     async def report(self, events: Sequence[Event]) -> None:
-        """What a worker, or a front end that misses output, has to tell."""
+        """What a worker has to tell."""
         for event in events:
             self._post(event)
+
+    async def report_lost_output(self, channel: str, failed: ev.RequestFailed) -> None:
+        """A front end misses output of a worker that is gone. If the request has ended here, it is asked for the rest."""
+        if failed.request_id in self._in_flight:
+            self._post(failed)
+        else:
+            self._mailboxes.setdefault(channel, Mailbox()).put(ResumeNotice(failed.request_id, failed.attempt))
 
     async def notices(self, channel: str) -> AsyncIterator[list[Notice]]:
         """Notices for one front end, first a `WorkerNotice` for every worker. A second consumer takes the channel over."""
