@@ -1,0 +1,54 @@
+"""Puts the gateway together: routes, error shapes, and the OpenAPI document."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+
+from conductor.engine_client import EngineClient
+from conductor.gateway.edge import Edge
+from conductor.gateway.errors import ApiError
+from conductor.gateway.generate import KINDS, GenerateEndpoint
+from conductor.gateway.openapi import describe_bodies
+from conductor.gateway.operations import api_router, operations_router
+from conductor.gateway.responses import JSON
+from conductor.gateway.served_model import ServedModel
+from conductor.gateway.service import Service
+from conductor.gateway.settings import GatewaySettings
+
+ROUTE_CODES = {404: "unknown_route", 405: "method_not_allowed"}
+
+
+def create_app(engine: EngineClient, served: ServedModel, settings: GatewaySettings | None = None) -> FastAPI:
+    """The ASGI application. `app.state.service` is its `Service`, for the server that drains it."""
+    service = Service(engine, served, settings or GatewaySettings())
+    app = FastAPI(title="Conductor", docs_url=None, redoc_url=None)
+    app.state.service = service
+    for path, kind in KINDS.items():
+        app.router.routes.append(Route(path, GenerateEndpoint(service, kind), methods=["POST"]))
+    app.include_router(api_router(service))
+    app.include_router(operations_router(service))
+    app.add_middleware(Edge, metrics=service.metrics)
+    app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(HTTPException, on_route_error)
+    describe_bodies(app)
+    return app
+
+
+async def on_api_error(_: Request, problem: Exception) -> Response:
+    assert isinstance(problem, ApiError)
+    return Response(problem.body(), problem.status, problem.headers, media_type=JSON)
+
+
+async def on_route_error(request: Request, problem: Exception) -> Response:
+    """Unknown paths and methods, as the router finds them."""
+    assert isinstance(problem, HTTPException)
+    phrase = HTTPStatus(problem.status_code).phrase.lower()
+    allowed = (problem.headers or {}).get("Allow")
+    message = f"{request.method} {request.url.path}: {phrase}" + (f"; allowed: {allowed}" if allowed else "")
+    code = ROUTE_CODES.get(problem.status_code, "invalid_request")
+    return await on_api_error(request, ApiError(problem.status_code, message, code, headers=problem.headers))
