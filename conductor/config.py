@@ -18,8 +18,12 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from conductor.core.config import SchedulerConfig
+from conductor.core.types import SLO
+from conductor.gateway.settings import GatewaySettings
+
 ENVIRONMENT_PREFIX = "CONDUCTOR__"
-MAX_PORT = 65535
+DEFAULT_TTFT_SLO_S = 30.0  # the objective of the Mooncake paper's experiments (FAST'25, section 5.1)
 
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -63,24 +67,10 @@ class WorkersSection(Section):
     decode: int = Field(default=1, ge=0, le=1024, description="decode workers")
     device: str = Field(default="cpu", min_length=1, description="torch device")
     threads: PositiveInt = Field(default=1, description="torch threads of one worker")
-    block_tokens: int = Field(default=64, ge=1, le=4096, description="tokens of one KV block")
     prefill_blocks: int = Field(default=384, ge=8, description="KV blocks of one prefill worker")
     decode_blocks: int = Field(default=384, ge=8, description="KV blocks of one decode worker")
     chunk_tokens: PositiveInt = Field(default=512, description="longest run of prompt tokens computed in one step")
     max_batch: PositiveInt = Field(default=16, description="sequences that a decode worker runs together")
-
-
-class SchedulerSection(Section):
-    placement: str = Field(default="conductor", description="placement policy")
-    admission: str = Field(default="early", description="admission policy")
-    ttft_slo_s: PositiveFloat | None = Field(default=30.0, description="objective for the time to first token; null has none")
-    tbt_slo_s: PositiveFloat | None = Field(default=None, description="objective for the time between tokens; null has none")
-
-
-class GatewaySection(Section):
-    host: str = Field(default="127.0.0.1", min_length=1, description="address to listen on")
-    port: int = Field(default=8000, ge=0, le=MAX_PORT, description="port to listen on; 0 picks a free one")
-    drain_timeout_s: float = Field(default=30.0, ge=0, description="how long streams may go on after SIGTERM")
 
 
 class FlightLogSection(Section):
@@ -92,13 +82,13 @@ class FlightLogSection(Section):
 
 
 class Config(Section):
-    """Everything that can be configured, by section."""
+    """Everything that can be configured, by section. Tokens of a KV block are `scheduler.block_tokens`, for workers too."""
 
     cluster: ClusterSection = ClusterSection()
     model: ModelSection = ModelSection()
     workers: WorkersSection = WorkersSection()
-    scheduler: SchedulerSection = SchedulerSection()
-    gateway: GatewaySection = GatewaySection()
+    scheduler: SchedulerConfig = SchedulerConfig(slo=SLO(ttft_s=DEFAULT_TTFT_SLO_S))
+    gateway: GatewaySettings = GatewaySettings()
     flight_log: FlightLogSection = FlightLogSection()
 
 
@@ -140,18 +130,23 @@ def load(
 
 def _merge(layers: list[tuple[str, Any, str]]) -> LoadedConfig:
     valid_keys = all_keys()
-    tree: dict[str, dict[str, Any]] = {}
+    tree: dict[str, Any] = Config().model_dump(mode="json")
     sources: dict[str, str] = {}
     for key, value, source in layers:
         if key not in valid_keys:
-            raise ConfigError(_unknown_key(key, source, valid_keys))
-        section, _, name = key.partition(".")
-        tree.setdefault(section, {})[name] = value
+            raise ConfigError(_unknown_key(key, value, source, valid_keys))
+        _set(tree, key.split("."), value)
         sources[key] = source
     try:
         return LoadedConfig(Config.model_validate(tree), sources)
     except ValidationError as error:
         raise ConfigError(_explain(error, sources)) from None
+
+
+def _set(tree: dict[str, Any], path: list[str], value: Any) -> None:
+    for name in path[:-1]:
+        tree = tree[name]
+    tree[path[-1]] = value
 
 
 def all_keys() -> list[str]:
@@ -180,9 +175,6 @@ def _read_yaml(file: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{file} holds {type(content).__name__}; expected a mapping with the sections {list(Config.model_fields)}"
         )
-    for section, values in content.items():
-        if section in Config.model_fields and not isinstance(values, dict):
-            raise ConfigError(f"{file}: {section} = {values!r} is not allowed; expected a mapping of its keys to values")
     return content
 
 
@@ -193,7 +185,10 @@ def _parse_scalar(name: str, text: str) -> Any:
         raise ConfigError(f"environment {name} = {text!r} is not a valid YAML value") from None
 
 
-def _unknown_key(key: str, source: str, valid_keys: list[str]) -> str:
+def _unknown_key(key: str, value: Any, source: str, valid_keys: list[str]) -> str:
+    below = [valid.removeprefix(f"{key}.") for valid in valid_keys if valid.startswith(f"{key}.")]
+    if below:
+        return f"{key} = {value!r} ({source}) is not allowed; expected a mapping with the keys {', '.join(below)}"
     nearest = difflib.get_close_matches(key, valid_keys, n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]}?" if nearest else f"allowed sections: {', '.join(Config.model_fields)}"
     return f"unknown configuration key {key} ({source}); {hint}"
@@ -202,7 +197,10 @@ def _unknown_key(key: str, source: str, valid_keys: list[str]) -> str:
 def _explain(error: ValidationError, sources: Mapping[str, str]) -> str:
     lines = []
     for detail in error.errors(include_url=False, include_context=False):
-        key = ".".join(str(part) for part in detail["loc"] if isinstance(part, str))
-        source = sources.get(key, "default")
-        lines.append(f"{key} = {detail['input']!r} ({source}) is not allowed: {detail['msg']}")
+        key = ".".join(str(part) for part in detail["loc"] if part != "[key]")
+        if detail["type"] == "value_error":  # a section that checks itself; its message names field, value and what is allowed
+            lines.append(f"{key}: {detail['msg'].removeprefix('Value error, ')}")
+        else:
+            source = sources.get(key, "default")
+            lines.append(f"{key} = {detail['input']!r} ({source}) is not allowed: {detail['msg']}")
     return "\n".join(lines)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from conductor.config import Config, ConfigError, all_keys, load
+from conductor.core.types import Priority
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -41,9 +42,9 @@ def test_environment_overrides_the_file_and_flags_override_both(tmp_path: Path) 
 
 def test_environment_values_are_yaml_scalars() -> None:
     """`null` and `true` in the environment mean what they mean in the file."""
-    environment = {"CONDUCTOR__SCHEDULER__TTFT_SLO_S": "null", "CONDUCTOR__CLUSTER__DASHBOARD": "true"}
+    environment = {"CONDUCTOR__SCHEDULER__SLO__TTFT_S": "null", "CONDUCTOR__CLUSTER__DASHBOARD": "true"}
     config = load(None, environment).config
-    assert config.scheduler.ttft_slo_s is None
+    assert config.scheduler.slo.ttft_s is None
     assert config.cluster.dashboard is True
 
 
@@ -60,6 +61,12 @@ def test_environment_values_are_yaml_scalars() -> None:
             r"gateway.port = 70000 \(environment CONDUCTOR__GATEWAY__PORT\) is not allowed: .* less than or equal to 65535",
         ),
         ({"CONDUCTOR__WORKERS__PREFILL": "many"}, r"workers.prefill = 'many' .* valid integer"),
+        (
+            {"CONDUCTOR__SCHEDULER__ADMISSION": "never"},
+            r"scheduler: admission is .never.; it must be one of none, on",
+        ),
+        ({"CONDUCTOR__SCHEDULER__QUEUE": "5"}, r"scheduler.queue = 5 .* expected a mapping with the keys dispatch_ahead_s, "),
+        ({"CONDUCTOR__SCHEDULER__REJECTION_BIAS__1": "high"}, r"scheduler.rejection_bias.1 = 'high' .* valid number"),
         ({"CONDUCTOR__WORKERS__PREFILL": "[1"}, r"CONDUCTOR__WORKERS__PREFILL = '\[1' is not a valid YAML value"),
     ],
 )
@@ -73,7 +80,7 @@ def test_a_mistake_names_the_key_the_value_its_origin_and_what_is_allowed(enviro
     ("text", "message"),
     [
         ("- a\n", "holds list; expected a mapping"),
-        ("gateway: 8000\n", r"gateway = 8000 is not allowed; expected a mapping"),
+        ("gateway: 8000\n", r"gateway = 8000 .* is not allowed; expected a mapping"),
         ("gatway: {port: 1}\n", "unknown configuration key gatway.port .* did you mean gateway.port"),
         ("a: [\n", "is not valid YAML"),
     ],
@@ -82,6 +89,12 @@ def test_a_malformed_file_is_named(tmp_path: Path, text: str, message: str) -> N
     """The file's own faults are told apart from bad values."""
     with pytest.raises(ConfigError, match=message):
         load(write(tmp_path, text))
+
+
+def test_a_nested_value_leaves_its_neighbours_at_their_defaults() -> None:
+    """Setting one weight of a table does not drop the others."""
+    config = load(None, {"CONDUCTOR__SCHEDULER__REJECTION_BIAS__2": "2.5"}).config
+    assert config.scheduler.rejection_bias == {**Config().scheduler.rejection_bias, Priority.LOW: 2.5}
 
 
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
