@@ -19,6 +19,7 @@ from conductor.gateway.responses import JSON
 from conductor.gateway.served_model import ServedModel
 from conductor.gateway.service import Service
 from conductor.gateway.settings import GatewaySettings
+from conductor.gateway.tokens import tokens_router
 
 ROUTE_CODES = {404: "unknown_route", 405: "method_not_allowed"}
 
@@ -32,6 +33,7 @@ def create_app(engine: EngineClient, served: ServedModel, settings: GatewaySetti
         app.router.routes.append(Route(path, GenerateEndpoint(service, kind), methods=["POST"]))
     app.include_router(api_router(service))
     app.include_router(operations_router(service))
+    app.include_router(tokens_router(service))
     app.add_middleware(Edge, metrics=service.metrics)
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_route_error)

@@ -19,7 +19,7 @@ from conductor.core.types import Request
 from conductor.gateway.errors import ApiError, invalid
 from conductor.gateway.fields import Prompt
 from conductor.gateway.hints import Hints
-from conductor.gateway.schemas import SEED_LIMIT, GenerationBody
+from conductor.gateway.schemas import SEED_LIMIT, GenerationBody, Message
 from conductor.gateway.served_model import ServedModel
 from conductor.gateway.settings import GatewaySettings
 
@@ -59,6 +59,15 @@ def tokenize(prompt: Prompt, served: ServedModel, *, special: bool) -> Sequence[
         if not 0 <= token_id < vocab_size:
             raise invalid("prompt", token_id, f"token ids from 0 to {vocab_size - 1}")
     return prompt
+
+
+def chat_prompt(messages: Sequence[Message], served: ServedModel) -> str:
+    """A conversation as the model's template writes it; raises `ApiError` 400 when the template does not take it."""
+    try:
+        return served.tokenizer.render_chat([message.for_template() for message in messages])
+    except ValueError as problem:
+        detail = f"the model's chat template refuses 'messages': {problem}"
+        raise ApiError(400, detail, "invalid_messages", param="messages") from None
 
 
 def new_id(prefix: str) -> str:
