@@ -7,12 +7,11 @@ that a request placed again after a lost worker goes on as it began.
 
 from __future__ import annotations
 
+import os
 import random
-import secrets
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from conductor.core.messages import GenerationJob, SamplingParams
 from conductor.core.types import Request
@@ -71,7 +70,7 @@ def chat_prompt(messages: Sequence[Message], served: ServedModel) -> str:
 
 
 def new_id(prefix: str) -> str:
-    return f"{prefix}-{secrets.token_hex(16)}"
+    return f"{prefix}-{os.urandom(16).hex()}"
 
 
 class Planner:
@@ -90,7 +89,7 @@ class Planner:
         seed = random.getrandbits(63) if body.seed is None else body.seed % SEED_LIMIT
         jobs: list[GenerationJob] = []
         for tokens in prompts:
-            packed = np.asarray(tokens, dtype="<i4").tobytes()
+            packed = struct.pack(f"<{len(tokens)}i", *tokens)
             hashes = self._served.hash_prompt(packed, origin.tenant)
             limit = self._output_limit(body, len(tokens))
             for _ in range(choices):
