@@ -22,6 +22,7 @@ from conductor.gateway.generation import Run
 from conductor.gateway.settings import GatewaySettings
 
 JSON = "application/json"
+WATCH_AFTER_S = 0.02
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 
 
@@ -45,7 +46,8 @@ async def answer(work: Answer, receive: Receive, send: Send) -> None:
 
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` to its end, or cancel it as soon as the client disconnects."""
+    """Run `work` to its end, or cancel it when the client disconnects. Short requests, refusals above all, end before
+    `WATCH_AFTER_S` and are spared the cost of a watcher."""
     task = asyncio.current_task()
     assert task is not None
     gone = over = False
@@ -56,8 +58,13 @@ async def until_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
             gone = True
             task.cancel()
 
-    watcher = asyncio.ensure_future(_disconnected(receive))
-    watcher.add_done_callback(on_disconnect)
+    def watch() -> None:
+        nonlocal watcher
+        watcher = asyncio.ensure_future(_disconnected(receive))
+        watcher.add_done_callback(on_disconnect)
+
+    watcher: asyncio.Future[None] | None = None
+    timer = asyncio.get_running_loop().call_later(WATCH_AFTER_S, watch)
     try:
         await work
     except asyncio.CancelledError:
@@ -65,7 +72,9 @@ async def until_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
             raise
     finally:
         over = True
-        watcher.cancel()
+        timer.cancel()
+        if watcher is not None:
+            watcher.cancel()
 
 
 async def _disconnected(receive: Receive) -> None:
