@@ -280,9 +280,7 @@ class SimCluster:
         record.emitted_tokens = record.output_tokens
         record.finished_s = record.last_token_s = self._loop.now
         del self.jobs[job.request.id]
-        self._deliver(
-            RequestFinished(job.request.id, job.request.attempt, record.output_tokens, FinishReason.LENGTH)
-        )
+        self._deliver(RequestFinished(job.request.id, job.request.attempt, record.output_tokens, FinishReason.LENGTH))
 
     def _refused(self, job: Job, reason: str) -> None:
         self.jobs.pop(job.request.id, None)

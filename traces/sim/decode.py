@@ -43,9 +43,7 @@ class DecodeHooks(NamedTuple):
 class DecodeEngine:
     """Decode side of one worker with room for `capacity_tokens` of KV and `max_batch` sequences."""
 
-    def __init__(
-        self, loop: EventLoop, time: DecodeTime, hooks: DecodeHooks, *, capacity_tokens: int, max_batch: int
-    ) -> None:
+    def __init__(self, loop: EventLoop, time: DecodeTime, hooks: DecodeHooks, *, capacity_tokens: int, max_batch: int) -> None:
         self.capacity_tokens = capacity_tokens
         self.reserved_tokens = 0
         self.batch = 0

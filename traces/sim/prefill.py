@@ -218,9 +218,7 @@ class PrefillEngine:
             return
         job.record.reused_tokens = job.reused_tokens
         self._reporter.emit(
-            PrefillFinished(
-                job.request.id, job.request.attempt, self._reporter.source, job.reused_tokens, job.compute_s
-            )
+            PrefillFinished(job.request.id, job.request.attempt, self._reporter.source, job.reused_tokens, job.compute_s)
         )
         self._hooks.finished(job)
 

@@ -49,10 +49,20 @@ class BlockMover:
         target.cache.pin(local)
         job.pinned = len(local)
         job.flow = self._network.start(
-            "fetch", (source.outgoing, target.incoming), held * self._block_bytes, self._fetched, job, blocks, source, target, submit
+            "fetch",
+            (source.outgoing, target.incoming),
+            held * self._block_bytes,
+            self._fetched,
+            job,
+            blocks,
+            source,
+            target,
+            submit,
         )
 
-    def _fetched(self, job: Job, blocks: tuple[int, ...], source: SimWorker, target: SimWorker, submit: Callable[[Job], None]) -> None:
+    def _fetched(
+        self, job: Job, blocks: tuple[int, ...], source: SimWorker, target: SimWorker, submit: Callable[[Job], None]
+    ) -> None:
         job.flow = None
         source.cache.unpin(blocks)
         first = job.placement.reuse.local_tokens // self._block_tokens
