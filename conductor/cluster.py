@@ -15,15 +15,12 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from conductor.config import ClusterSection, Config, FlightLogSection
 from conductor.core.types import Role, WorkerId, WorkerSpec
 from conductor.flight_log import SUFFIX, FlightLogWriter, prune_runs
 from conductor.runtime import ConductorRuntime, Ports
-
-if TYPE_CHECKING:
-    from workers.config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 

@@ -15,15 +15,18 @@ from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from conductor.cluster import Cluster, Progress, plan_workers
+from conductor.cluster import Cluster, ClusterError, Progress, plan_workers
 from conductor.config import Config
 from conductor.core.hashing import prompt_hasher
 from conductor.engine_client import HashPrompt
 from conductor.gateway import ServedModel, create_app
-from conductor.gateway.server import Server, bind, make_server
+from conductor.gateway.server import BindError, Server, bind, make_server
 from conductor.ray_engine_client import RayEngineClient
+from models.errors import ModelError
 from models.folder import ModelCard, find_model, model_card
 from models.tokenizer import load_tokenizer_folder
+
+__all__ = ["BindError", "ClusterError", "ModelError", "ServeError", "serve"]
 
 BASE_PROCESS_BYTES = 350 * 2**20  # interpreter, Ray and torch of one worker
 RAY_BYTES = 700 * 2**20  # Ray's own processes, the Conductor and the gateway

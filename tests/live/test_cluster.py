@@ -36,6 +36,7 @@ def config(tmp_path: Path) -> Config:
     flags = {
         "cluster.object_store_mib": 100,
         "cluster.restart_delay_s": 0.2,
+        "cluster.num_cpus": 4,
         "scheduler.block_tokens": BLOCK_TOKENS,
         "flight_log.directory": str(tmp_path),
     }
