@@ -101,23 +101,38 @@ def default_flight_log_directory() -> Path:
 
 
 def plan_workers(config: Config) -> list[WorkerPlan]:
-    """The workers that the configuration asks for: `prefill-0`, `prefill-1`, ..., `decode-0`, ..."""
-    from workers.config import WorkerConfig
+    """The workers that the configuration asks for: `prefill-0`, `prefill-1`, ..., `decode-0`, ... Raises `ClusterError`."""
     from workers.decode import DecodeWorker
     from workers.prefill import PrefillWorker
 
     section = config.workers
-    plans = []
-    for role, count, blocks, actor_class in (
-        (Role.PREFILL, section.prefill, section.prefill_blocks, PrefillWorker),
-        (Role.DECODE, section.decode, section.decode_blocks, DecodeWorker),
-    ):
-        for number in range(count):
-            worker_id = f"{role.value}-{number}"
-            plans.append(
-                WorkerPlan(worker_id, role, section.threads, actor_class, worker_config(config, worker_id, role, blocks))
-            )
-    return plans
+    prefill = [_plan(config, Role.PREFILL, number, PrefillWorker) for number in range(section.prefill)]
+    decode = [_plan(config, Role.DECODE, number, DecodeWorker) for number in range(section.decode)]
+    return prefill + decode
+
+
+def _plan(config: Config, role: Role, number: int, actor_class: type) -> WorkerPlan:
+    from workers.config import WorkerConfig
+
+    section, worker_id = config.workers, f"{role.value}-{number}"
+    try:
+        worker_config = WorkerConfig(
+            worker_id=worker_id,
+            role=role,
+            model=config.model.name,
+            num_blocks=section.prefill_blocks if role is Role.PREFILL else section.decode_blocks,
+            block_tokens=config.scheduler.block_tokens,
+            chunk_tokens=section.chunk_tokens,
+            max_batch=section.max_batch,
+            threads=section.threads,
+            device=section.device,
+            compute_dtype=config.model.compute_dtype,
+            kv_dtype=config.model.kv_dtype,
+            transport=section.transport,
+        )
+    except ValueError as error:
+        raise ClusterError(f"workers: {error}") from None
+    return WorkerPlan(worker_id, role, section.threads, actor_class, worker_config)
 
 
 class Cluster:
