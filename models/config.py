@@ -20,6 +20,7 @@ GGUF_ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+GQA_LAYOUT_VERSION = 1  # of the cached KV's bytes: raise it when their meaning changes
 _ROPE_TYPES = ("default", "linear", "llama3")
 
 

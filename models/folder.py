@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from models.cache import cache_root, ensure_folder, read_json, sha256_of, write_json
-from models.config import ModelConfig, config_from_hf
+from models.config import GQA_LAYOUT_VERSION, ModelConfig, config_from_hf
 from models.errors import ModelFileError
-from models.gguf import FUSED_WEIGHTS, PREPARED_VERSION, prepare_gguf
+from models.gguf import PREPARED_VERSION, prepare_gguf
 from models.pull import DEFAULT_MODEL, SHA256, pull_default_model
 from models.tokenizer import TextTokenizer, load_tokenizer_folder
 
 KV_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-GQA_LAYOUT = "gqa-1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ def model_card(folder: ModelFolder, tokenizer: TextTokenizer, kv_dtype: str) -> 
         max_context=config.max_context,
         vocab_size=config.vocab_size,
         kv_bytes_per_token=config.num_layers * elements * KV_DTYPE_BYTES[kv_dtype],
-        namespace=(folder.name, folder.revision, tokenizer.fingerprint, kv_dtype, GQA_LAYOUT),
+        namespace=(folder.name, folder.revision, tokenizer.fingerprint, kv_dtype, f"gqa-{GQA_LAYOUT_VERSION}"),
     )
 
 
@@ -118,6 +117,3 @@ def _known_sha256(path: Path) -> str:
     digest = sha256_of(path)
     write_json(note, {**identity, "sha256": digest})
     return digest
-
-
-__all__ = ["FUSED_WEIGHTS", "ModelCard", "ModelFolder", "find_model", "load_card", "load_tokenizer", "model_card"]

@@ -1,4 +1,5 @@
-"""The Llama family of decoders over a paged KV cache: Llama, Mistral without window, Qwen2 (q, k, v biased), Qwen3 (q, k normed).
+"""The Llama family of decoders over a paged KV cache: Llama, Mistral without window, Qwen2 (biased q, k, v), Qwen3
+(normed q, k).
 
 Pre-norm blocks of grouped-query attention and a gated feed-forward, rotary positions, optionally tied embeddings. The weights
 arrive fused (`models.weights`) and may be memory-mapped; they are only read. Attention and cache layout are those of
@@ -16,12 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.base import CausalLM, ForwardBatch, KVLayout, PagedKVCache
-from models.config import ModelConfig
+from models.config import GQA_LAYOUT_VERSION, ModelConfig
 from models.paged_attention import BatchPlan, attend, last_token_plan, plan_batch, write_kv
 from models.rotary import rotary_tables, rotate
 from models.weights import EMBED, FINAL_NORM, HEAD
-
-GQA_LAYOUT_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)

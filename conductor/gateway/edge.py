@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-import uuid
+import secrets
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -55,7 +55,7 @@ class Edge:
             return
         given = next((value for name, value in scope["headers"] if name == REQUEST_ID), None)
         well_formed = given is None or REQUEST_ID_PATTERN.fullmatch(given) is not None
-        request_id = given if given is not None and well_formed else uuid.uuid4().hex.encode()
+        request_id = given if given is not None and well_formed else secrets.token_hex(16).encode()
 
         started = False
 

@@ -23,9 +23,7 @@ from conductor.metrics import GatewayMetrics
 
 logger = logging.getLogger(__name__)
 
-OnDelta: TypeAlias = Callable[[int, Delta], None]
-WaitForRoom: TypeAlias = Callable[[], Awaitable[None] | None]
-"""None when the reader of the text keeps up; otherwise what to wait for before more is produced."""
+OnDelta: TypeAlias = Callable[[int, Delta], Awaitable[None]]
 Result = TypeVar("Result")
 
 
@@ -40,14 +38,27 @@ class Choice:
         self.open = False  # submitted, and not known to have ended
         self._metrics = metrics
         self._submitted_s = 0.0
+        self._waiting = False
         self._last_token_s: float | None = None
+
+    def _set_waiting(self, waiting: bool) -> None:
+        """Waiting is a request that was submitted and has neither a token nor an end yet."""
+        if waiting != self._waiting:
+            self._waiting = waiting
+            self._metrics.waiting(+1 if waiting else -1)
+
+    def end(self) -> None:
+        """Nothing more comes."""
+        self.open = False
+        self._set_waiting(False)
 
     async def submit(self, engine: EngineClient) -> Placement:
         self.open = True
+        self._set_waiting(True)
         self._submitted_s = monotonic()
         decision = await engine.submit(self.job)
         if isinstance(decision, Rejection):
-            self.open = False
+            self.end()
             self._metrics.rejected(decision.reason.value)
             raise from_rejection(decision)
         self.placement = decision
@@ -55,10 +66,10 @@ class Choice:
 
     def take(self, output: TokenOutput) -> Delta:
         """Book an output and turn it into text; raises `ApiError` when the engine gave up."""
-        if output.finish_reason is not None:
-            self.open = False
         if output.token_id is not None:
             self._book_token(output)
+        if output.finish_reason is not None:
+            self.end()
         delta = self.assembler.push(output)
         if output.finish_reason in (FinishReason.FAILED, FinishReason.CANCELLED):
             raise self._given_up(output)
@@ -69,6 +80,7 @@ class Choice:
         if self._last_token_s is None:
             self.reused_tokens = min(output.reused_tokens or 0, self.job.request.prompt_tokens)
             predicted = self.placement.ttft if self.placement else None
+            self._set_waiting(False)
             self._metrics.first_token(now_s - self._submitted_s, predicted)
         else:
             self._metrics.next_token(now_s - self._last_token_s)
@@ -107,29 +119,29 @@ class Run:
             logger.exception("request %s could not be submitted", choice.job.request.id)
             raise self._unreachable(choice) from problem
 
-    async def follow(self, on_delta: OnDelta, wait_for_room: WaitForRoom | None = None) -> None:
-        """Call `on_delta(choice, delta)` for every piece of text until all choices have ended."""
+    async def follow(self, on_delta: OnDelta) -> None:
+        """Await `on_delta(choice, delta)` for every piece of text until all choices have ended."""
         if len(self.choices) == 1:
-            await self._follow_one(0, on_delta, wait_for_room)
+            await self._follow_one(0, on_delta)
         else:
-            await all_or_none([self._follow_one(index, on_delta, wait_for_room) for index in range(len(self.choices))])
+            await all_or_none([self._follow_one(index, on_delta) for index in range(len(self.choices))])
 
-    async def _follow_one(self, index: int, on_delta: OnDelta, wait_for_room: WaitForRoom | None) -> None:
+    async def _follow_one(self, index: int, on_delta: OnDelta) -> None:
         choice = self.choices[index]
         try:
             async for output in self._engine.outputs(choice.job.request.id):
                 delta = choice.take(output)
                 if delta.text or delta.finish is not None or delta.entries:
-                    on_delta(index, delta)
+                    await on_delta(index, delta)
                 if delta.finish is not None:
                     return
-                if wait_for_room is not None and (full := wait_for_room()) is not None:
-                    await full
         except ApiError:
             raise
         except Exception as problem:
             logger.exception("request %s lost its output", choice.job.request.id)
             raise self._unreachable(choice) from problem
+        finally:
+            await self._release(choice)
         raise self._unreachable(choice)
 
     def _unreachable(self, choice: Choice) -> ApiError:
@@ -142,12 +154,14 @@ class Run:
         if any(choice.placement for choice in self.choices):
             self._metrics.tokens(self.plan.prompt_tokens, self.reused_tokens, self.output_tokens)
         for choice in self.choices:
-            if choice.open:
-                choice.open = False
-                self._metrics.cancelled()
-                await self._cancel(choice)
+            await self._release(choice)
 
-    async def _cancel(self, choice: Choice) -> None:
+    async def _release(self, choice: Choice) -> None:
+        """Cancel a job that has not ended, once."""
+        if not choice.open:
+            return
+        choice.end()
+        self._metrics.cancelled()
         try:
             await self._engine.cancel(choice.job.request.id)
         except Exception:

@@ -8,7 +8,7 @@ that a request placed again after a lost worker goes on as it began.
 from __future__ import annotations
 
 import random
-import uuid
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -62,7 +62,7 @@ def tokenize(prompt: Prompt, served: ServedModel, *, special: bool) -> Sequence[
 
 
 def new_id(prefix: str) -> str:
-    return f"{prefix}-{uuid.uuid4().hex}"
+    return f"{prefix}-{secrets.token_hex(16)}"
 
 
 class Planner:

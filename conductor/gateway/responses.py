@@ -16,9 +16,9 @@ from starlette.types import Receive, Send
 from conductor.core.types import Placement
 from conductor.gateway.assembler import Delta
 from conductor.gateway.errors import DECISION_ID_HEADER, ApiError
+from conductor.gateway.event_sender import EventSender
 from conductor.gateway.formats import DONE, Format, Usage, Whole
 from conductor.gateway.generation import Run
-from conductor.gateway.outbox import ClientGone, Outbox
 from conductor.gateway.settings import GatewaySettings
 
 JSON = "application/json"
@@ -46,18 +46,26 @@ async def answer(work: Answer, receive: Receive, send: Send) -> None:
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
     """Run `work` to its end, or cancel it as soon as the client disconnects."""
-    worker = asyncio.ensure_future(work)
+    task = asyncio.current_task()
+    assert task is not None
+    gone = over = False
+
+    def on_disconnect(done: asyncio.Future[None]) -> None:
+        nonlocal gone
+        if not over and not done.cancelled():
+            gone = True
+            task.cancel()
+
     watcher = asyncio.ensure_future(_disconnected(receive))
+    watcher.add_done_callback(on_disconnect)
     try:
-        await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
+        await work
+    except asyncio.CancelledError:
+        if not gone or task.uncancel() > 0:
+            raise
     finally:
+        over = True
         watcher.cancel()
-        gone = not worker.done()
-        if gone:
-            worker.cancel()
-            await asyncio.wait((worker,))
-    if not worker.cancelled():
-        worker.result()
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -68,40 +76,31 @@ async def _disconnected(receive: Receive) -> None:
 async def _whole(work: Answer, send: Send) -> None:
     placements = await work.run.submit()
     wholes = [Whole([], []) for _ in work.run.choices]
-    await work.run.follow(lambda index, delta: wholes[index].add(delta))
+
+    async def collect(index: int, delta: Delta) -> None:
+        wholes[index].add(delta)
+
+    await work.run.follow(collect)
     await send_body(send, 200, work.format.whole(wholes, usage_of(work.run)), headers=placement_headers(placements))
 
 
 async def _stream(work: Answer, send: Send) -> None:
     placements = await work.run.submit()
     await send_start(send, 200, EVENT_STREAM, placement_headers(placements) | {"cache-control": "no-cache"})
-    outbox = Outbox(send, keep_alive_s=work.settings.keep_alive_comment_s, send_timeout_s=work.settings.send_timeout_s)
-    writer = asyncio.ensure_future(outbox.run())
+    async with EventSender(send, work.settings) as events:
+        await _produce(work, events)
+
+
+async def _produce(work: Answer, events: EventSender) -> None:
+    """Send every event of the answer; an error after the start is an event too."""
+    await events.write(work.format.opening(len(work.run.choices)))
     try:
-        await _produce(work, outbox)
-        outbox.close()
-        await writer
-    except ClientGone:
-        return
-    finally:
-        writer.cancel()
-
-
-async def _produce(work: Answer, outbox: Outbox) -> None:
-    """Put every event of the answer; an error after the start is an event too."""
-
-    def on_delta(index: int, delta: Delta) -> None:
-        outbox.put(work.format.delta(index, delta))
-
-    outbox.put(work.format.opening(len(work.run.choices)))
-    try:
-        await work.run.follow(on_delta, outbox.full)
+        await work.run.follow(lambda index, delta: events.write(work.format.delta(index, delta)))
     except ApiError as problem:
-        outbox.put(b"data: " + problem.body() + b"\n\n")
+        last = b"data: " + problem.body() + b"\n\n"
     else:
-        if work.include_usage:
-            outbox.put(work.format.usage(usage_of(work.run)))
-    outbox.put(DONE)
+        last = work.format.usage(usage_of(work.run)) if work.include_usage else b""
+    await events.end(last + DONE)
 
 
 def usage_of(run: Run) -> Usage:

@@ -50,7 +50,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
-        self._service = service
+        self.service = service
         self._drain_until_s: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -61,12 +61,12 @@ class Server(uvicorn.Server):
         self.begin_drain()
 
     def begin_drain(self) -> None:
-        self._service.drain()
-        self._drain_until_s = monotonic() + self._service.settings.drain_timeout_s
-        logger.info("draining: %d generations in flight", self._service.in_flight)
+        self.service.drain()
+        self._drain_until_s = monotonic() + self.service.settings.drain_timeout_s
+        logger.info("draining: %d generations in flight", self.service.in_flight)
 
     async def on_tick(self, counter: int) -> bool:
-        if self._drain_until_s is not None and (self._service.in_flight == 0 or monotonic() >= self._drain_until_s):
+        if self._drain_until_s is not None and (self.service.in_flight == 0 or monotonic() >= self._drain_until_s):
             self.should_exit = True
         return await super().on_tick(counter)
 

@@ -54,23 +54,25 @@ class ScriptedEngine:
         )
     )
     channel: str = "test-channel"
+    refuse_from: int | None = None  # requests from this one on, counted from 0, are refused
 
     async def submit(self, job: GenerationJob) -> Decision:
         self.jobs.append(job)
         if self.script.raises is not None:
             raise self.script.raises
+        if self.refuse_from is not None and len(self.jobs) > self.refuse_from:
+            return self._rejection(job, RejectReason.OVERLOAD)
         if self.script.hold_submit:
             await asyncio.Event().wait()
         if self.script.rejection is not None:
-            return self._rejection(job)
+            return self._rejection(job, self.script.rejection)
         reuse = ReusePlan(local_tokens=self.script.reused_tokens)
         return Placement(job.request.id, 1, "p0", "d0", reuse, ESTIMATE, tbt_s=0.05)
 
-    def _rejection(self, job: GenerationJob) -> Rejection:
-        assert self.script.rejection is not None
+    def _rejection(self, job: GenerationJob, reason: RejectReason) -> Rejection:
         return Rejection(
             job.request.id,
-            self.script.rejection,
+            reason,
             "predicted TTFT 3.0 s is above the objective 1.0 s",
             self.script.retry_after_s,
             best_worker="p0",
