@@ -25,7 +25,8 @@ WORD_LABELS = ("role", "node", "state", "model")
 
 
 class GatewayMetrics:
-    """What the gateway counts. All methods are cheap enough to be called for every token."""
+    """What the gateway counts. All methods are cheap enough to be called for every token; `in_flight` and `waiting` are plain
+    numbers that others keep and a scrape reads."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -44,13 +45,21 @@ class GatewayMetrics:
         self._prompt_tokens = Counter("conductor_prompt_tokens", "Tokens of prompts", registry=own)
         self._hit_tokens = Counter("conductor_prompt_hit_tokens", "Tokens of prompts answered from cache", registry=own)
         self._output_tokens = Counter("conductor_output_tokens", "Generated tokens", registry=own)
-        self._in_flight = Gauge("conductor_requests_in_flight", "Generations in progress at this gateway", registry=own)
-        self._waiting = Gauge("conductor_requests_waiting", "Generations without a first token yet", registry=own)
+        self.in_flight = 0
+        self.waiting = 0
+        in_flight = Gauge("conductor_requests_in_flight", "Generations in progress at this gateway", registry=own)
+        in_flight.set_function(lambda: self.in_flight)
+        waiting = Gauge("conductor_requests_waiting", "Generations without a first token yet", registry=own)
+        waiting.set_function(lambda: self.waiting)
+        self._answers: dict[tuple[str, int], Counter] = {}
         self._cluster = ClusterFigures()
         own.register(self._cluster)
 
     def answered(self, endpoint: str, status: int) -> None:
-        self._requests.labels(endpoint, str(status)).inc()
+        answers = self._answers.get((endpoint, status))
+        if answers is None:
+            answers = self._answers[endpoint, status] = self._requests.labels(endpoint, str(status))
+        answers.inc()
 
     def rejected(self, reason: str) -> None:
         self._rejections.labels(reason).inc()
@@ -73,12 +82,6 @@ class GatewayMetrics:
         self._prompt_tokens.inc(prompt)
         self._hit_tokens.inc(hit)
         self._output_tokens.inc(output)
-
-    def in_flight(self, change: int) -> None:
-        self._in_flight.inc(change)
-
-    def waiting(self, change: int) -> None:
-        self._waiting.inc(change)
 
     def exposition(self, status: ClusterStatus | None) -> bytes:
         """The text of `/metrics`; `status` None says that the cluster did not answer."""

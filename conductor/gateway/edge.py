@@ -6,8 +6,9 @@ Plain ASGI, since buffering middleware would hide disconnects and slow down ever
 from __future__ import annotations
 
 import logging
+import os
 import re
-import secrets
+from collections.abc import Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -43,10 +44,11 @@ def endpoint_label(path: str) -> str:
 
 
 class Edge:
-    """ASGI middleware."""
+    """ASGI application around another; `direct` are POST endpoints that need nothing of the other's routing."""
 
-    def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
+    def __init__(self, app: ASGIApp, direct: Mapping[str, ASGIApp], metrics: GatewayMetrics) -> None:
         self._app = app
+        self._direct = direct
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,7 +57,7 @@ class Edge:
             return
         given = next((value for name, value in scope["headers"] if name == REQUEST_ID), None)
         well_formed = given is None or REQUEST_ID_PATTERN.fullmatch(given) is not None
-        request_id = given if given is not None and well_formed else secrets.token_hex(16).encode()
+        request_id = given if given is not None and well_formed else os.urandom(16).hex().encode()
 
         started = False
 
@@ -71,11 +73,14 @@ class Edge:
             await send_error(counting_send, bad_request_id(given or b""))
             return
         try:
-            await self._app(scope, receive, counting_send)
+            await self._target(scope)(scope, receive, counting_send)
         except Exception:
             logger.exception("%s %s failed", scope["method"], scope["path"])
             if not started:
                 await send_error(counting_send, internal_error())
+
+    def _target(self, scope: Scope) -> ASGIApp:
+        return self._direct.get(scope["path"], self._app) if scope["method"] == "POST" else self._app
 
 
 def bad_request_id(value: bytes) -> ApiError:

@@ -73,10 +73,13 @@ class Format(ABC):
     def __init__(self, head: Head, tokenizer: Tokenizer) -> None:
         self._head = head
         self._tokenizer = tokenizer
-        self._base = {"id": head.id, "object": self.chunk_object, "created": head.created_s, "model": head.model}
-        opening = json.dumps(self._base)[:-1]
-        self._before = f"data: {opening}, ".encode()
+        self._before = b"data: " + self._opened(self.chunk_object)
         self._after = b', "usage": null}\n\n' if head.include_usage else b"}\n\n"
+
+    def _opened(self, kind: str) -> bytes:
+        """An object up to the fields that differ."""
+        head, model = self._head, json.dumps(self._head.model)
+        return f'{{"id": "{head.id}", "object": "{kind}", "created": {head.created_s}, "model": {model}, '.encode()
 
     def opening(self, choices: int) -> bytes:
         """Events before the first token."""
@@ -92,16 +95,11 @@ class Format(ABC):
 
     def usage(self, usage: Usage) -> bytes:
         """The last event before `DONE` when the client asked for usage."""
-        return b"data: " + json.dumps({**self._base, "choices": [], "usage": usage.to_json()}).encode() + b"\n\n"
+        return self._before + b'"choices": [], "usage": ' + json.dumps(usage.to_json()).encode() + b"}\n\n"
 
     def whole(self, choices: Sequence[Whole], usage: Usage) -> bytes:
-        body = {
-            **self._base,
-            "object": self.whole_object,
-            "choices": [self.choice(index, whole) for index, whole in enumerate(choices)],
-            "usage": usage.to_json(),
-        }
-        return json.dumps(body).encode()
+        rest = {"choices": [self.choice(index, whole) for index, whole in enumerate(choices)], "usage": usage.to_json()}
+        return self._opened(self.whole_object) + json.dumps(rest).encode()[1:]
 
     def _event(self, choice: dict[str, Any]) -> bytes:
         return self._before + b'"choices": [' + json.dumps(choice).encode() + b"]" + self._after

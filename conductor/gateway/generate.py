@@ -19,7 +19,7 @@ from conductor.gateway.errors import ApiError
 from conductor.gateway.formats import ChatFormat, CompletionFormat, Format, Head
 from conductor.gateway.generation import Run
 from conductor.gateway.hints import read_hints
-from conductor.gateway.plan import Origin, Plan, check_model, new_id, tokenize
+from conductor.gateway.plan import Origin, Plan, chat_prompt, check_model, new_id, tokenize
 from conductor.gateway.responses import Answer, answer, send_error
 from conductor.gateway.schemas import ChatBody, CompletionBody, GenerationBody, parse_body
 from conductor.gateway.served_model import ServedModel
@@ -45,13 +45,7 @@ def completion_tokens(body: CompletionBody, served: ServedModel) -> Sequence[Seq
 
 def chat_tokens(body: ChatBody, served: ServedModel) -> Sequence[Sequence[int]]:
     """The template writes the special tokens itself."""
-    try:
-        text = served.tokenizer.render_chat([message.for_template() for message in body.messages])
-    except ValueError as problem:
-        raise ApiError(
-            400, f"the model's chat template refuses 'messages': {problem}", "invalid_messages", param="messages"
-        ) from None
-    return [served.tokenizer.encode(text, special=False)]
+    return [served.tokenizer.encode(chat_prompt(body.messages, served), special=False)]
 
 
 KINDS: Mapping[str, Kind] = MappingProxyType(

@@ -45,7 +45,7 @@ class Choice:
         """Waiting is a request that was submitted and has neither a token nor an end yet."""
         if waiting != self._waiting:
             self._waiting = waiting
-            self._metrics.waiting(+1 if waiting else -1)
+            self._metrics.waiting += 1 if waiting else -1
 
     def end(self) -> None:
         """Nothing more comes."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
 from conductor.gateway.generate import KINDS
@@ -29,27 +28,15 @@ ERROR: dict[str, Any] = {
 FAILURES = {"400": "A field is wrong", "408": "Body too slow", "413": "Body too large", "429": "Refused", "503": "Unavailable"}
 
 
-def describe_bodies(app: FastAPI) -> None:
-    """Make `app.openapi()` include the generating endpoints."""
-    describe_rest = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            document = describe_rest()
-            add_generation(document)
-            app.openapi_schema = document
-        return app.openapi_schema
-
-    app.openapi = openapi  # type: ignore[method-assign]
-
-
-def add_generation(document: dict[str, Any]) -> None:
+def add_generation(document: dict[str, Any]) -> dict[str, Any]:
+    """The document with the generating endpoints in it."""
     schemas = [(kind.schema, "validation") for kind in KINDS.values()]
     _, definitions = models_json_schema(schemas, ref_template=REF_TEMPLATE)  # type: ignore[arg-type]
     components = document.setdefault("components", {}).setdefault("schemas", {})
     components.update(definitions["$defs"], Error=ERROR)
     for path, kind in KINDS.items():
         document["paths"][path] = {"post": operation(kind.schema.__name__, kind.schema.__doc__ or "")}
+    return document
 
 
 def operation(schema: str, summary: str) -> dict[str, Any]:

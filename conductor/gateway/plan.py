@@ -7,19 +7,18 @@ that a request placed again after a lost worker goes on as it began.
 
 from __future__ import annotations
 
+import os
 import random
-import secrets
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from conductor.core.messages import GenerationJob, SamplingParams
 from conductor.core.types import Request
 from conductor.gateway.errors import ApiError, invalid
 from conductor.gateway.fields import Prompt
 from conductor.gateway.hints import Hints
-from conductor.gateway.schemas import SEED_LIMIT, GenerationBody
+from conductor.gateway.schemas import SEED_LIMIT, GenerationBody, Message
 from conductor.gateway.served_model import ServedModel
 from conductor.gateway.settings import GatewaySettings
 
@@ -61,8 +60,17 @@ def tokenize(prompt: Prompt, served: ServedModel, *, special: bool) -> Sequence[
     return prompt
 
 
+def chat_prompt(messages: Sequence[Message], served: ServedModel) -> str:
+    """A conversation as the model's template writes it; raises `ApiError` 400 when the template does not take it."""
+    try:
+        return served.tokenizer.render_chat([message.for_template() for message in messages])
+    except ValueError as problem:
+        detail = f"the model's chat template refuses 'messages': {problem}"
+        raise ApiError(400, detail, "invalid_messages", param="messages") from None
+
+
 def new_id(prefix: str) -> str:
-    return f"{prefix}-{secrets.token_hex(16)}"
+    return f"{prefix}-{os.urandom(16).hex()}"
 
 
 class Planner:
@@ -81,7 +89,7 @@ class Planner:
         seed = random.getrandbits(63) if body.seed is None else body.seed % SEED_LIMIT
         jobs: list[GenerationJob] = []
         for tokens in prompts:
-            packed = np.asarray(tokens, dtype="<i4").tobytes()
+            packed = struct.pack(f"<{len(tokens)}i", *tokens)
             hashes = self._served.hash_prompt(packed, origin.tenant)
             limit = self._output_limit(body, len(tokens))
             for _ in range(choices):

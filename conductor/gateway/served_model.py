@@ -5,15 +5,11 @@ the gateway depends on neither files nor libraries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
-from conductor.core.types import BlockHash
-
-Tenant: TypeAlias = str
-HashPrompt: TypeAlias = Callable[[bytes, Tenant], tuple[BlockHash, ...]]
-"""Little-endian int32 tokens and a tenant to the hashes of the full blocks."""
+from conductor.engine_client import HashPrompt
 
 
 class Detokenizer(Protocol):

@@ -48,7 +48,7 @@ class Service:
 
     def _count(self, change: int) -> None:
         self.in_flight += change
-        self.metrics.in_flight(change)
+        self.metrics.in_flight = self.in_flight
 
     def _queue_full(self) -> ApiError:
         limit = self.settings.max_in_flight

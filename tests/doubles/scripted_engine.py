@@ -41,6 +41,10 @@ class Script:
     message: str | None = None
 
 
+def healthy() -> ClusterStatus:
+    return ClusterStatus(True, "", "test-model", {"p0": {"role": "prefill", "queued_requests": 3}}, {"index_blocks": 12.0})
+
+
 @dataclass
 class ScriptedEngine:
     """`jobs` and `cancelled` record calls in order."""
@@ -48,13 +52,14 @@ class ScriptedEngine:
     script: Script = field(default_factory=Script)
     jobs: list[GenerationJob] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
-    ready: ClusterStatus | Exception = field(
-        default_factory=lambda: ClusterStatus(
-            True, "", "test-model", {"p0": {"role": "prefill", "queued_requests": 3}}, {"index_blocks": 12.0}
-        )
-    )
+    ready: ClusterStatus | Exception = field(default_factory=healthy)
     channel: str = "test-channel"
     refuse_from: int | None = None  # requests from this one on, counted from 0, are refused
+
+    def reset(self) -> None:
+        """As new."""
+        self.script, self.jobs, self.cancelled, self.refuse_from = Script(), [], [], None
+        self.ready = healthy()
 
     async def submit(self, job: GenerationJob) -> Decision:
         self.jobs.append(job)

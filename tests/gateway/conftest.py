@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,36 +56,41 @@ class Live:
 StartGateway = Callable[..., Live]
 
 
+@contextmanager
+def running_gateway(**settings: Any) -> Iterator[Live]:
+    """A gateway in a thread of its own."""
+    engine = ScriptedEngine()
+    app = create_app(engine, served_model(), GatewaySettings(port=0, **settings))
+    listener = bind("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    server = make_server(app)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+    thread.start()
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+            yield Live(engine, server, f"http://127.0.0.1:{port}", port, client)
+    finally:
+        server.should_exit = True
+        thread.join(timeout=20)
+        listener.close()
+        assert not thread.is_alive()
+
+
 @pytest.fixture
 def start_gateway() -> Iterator[StartGateway]:
     """Starts gateways with given settings; stops them after the test."""
-    stops: list[Callable[[], None]] = []
+    with ExitStack() as stack:
+        yield lambda **settings: stack.enter_context(running_gateway(**settings))
 
-    def start(**settings: Any) -> Live:
-        engine = ScriptedEngine()
-        app = create_app(engine, served_model(), GatewaySettings(port=0, **settings))
-        listener = bind("127.0.0.1", 0)
-        port = listener.getsockname()[1]
-        server = make_server(app)
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
-        thread.start()
-        client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20)
 
-        def stop() -> None:
-            client.close()
-            server.should_exit = True
-            thread.join(timeout=20)
-            listener.close()
-            assert not thread.is_alive()
-
-        stops.append(stop)
-        return Live(engine, server, f"http://127.0.0.1:{port}", port, client)
-
-    yield start
-    for stop in stops:
-        stop()
+@pytest.fixture(scope="session")
+def shared_gateway() -> Iterator[Live]:
+    with running_gateway() as live:
+        yield live
 
 
 @pytest.fixture
-def live(start_gateway: StartGateway) -> Live:
-    return start_gateway()
+def live(shared_gateway: Live) -> Live:
+    """A gateway with default settings and a fresh script; only its metrics remember other tests."""
+    shared_gateway.engine.reset()
+    return shared_gateway

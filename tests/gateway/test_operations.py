@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from conductor.core.types import RejectReason
 from conductor.engine_client import ClusterStatus
 from tests.doubles.scripted_engine import Script
-from tests.gateway.conftest import CONTEXT, MODEL, Live
+from tests.gateway.conftest import CONTEXT, MODEL, Live, StartGateway
 
 
 def samples(live: Live) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -51,7 +51,8 @@ def test_an_unknown_decision_is_404(live: Live, decision_id: str) -> None:
     assert live.client.get(f"/v1/decisions/{decision_id}").status_code == 404
 
 
-def test_metrics_count_requests_tokens_and_times(live: Live) -> None:
+def test_metrics_count_requests_tokens_and_times(start_gateway: StartGateway) -> None:
+    live = start_gateway()
     live.engine.script = Script(reused_tokens=2)
     live.complete("hey")
     live.chat(stream=True)
@@ -72,7 +73,8 @@ def test_metrics_count_requests_tokens_and_times(live: Live) -> None:
     assert found["conductor_requests_waiting", ()] == 0
 
 
-def test_metrics_count_rejections_by_reason(live: Live) -> None:
+def test_metrics_count_rejections_by_reason(start_gateway: StartGateway) -> None:
+    live = start_gateway()
     live.engine.script = Script(rejection=RejectReason.TBT_SLO)
     live.complete()
     found = samples(live)
