@@ -13,11 +13,13 @@ import socket
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from conductor.cluster import Cluster, ClusterError, Progress, plan_workers
 from conductor.config import Config
-from conductor.core.hashing import prompt_hasher
+from conductor.core.hashing import KVNamespace, hash_blocks
+from conductor.core.types import BlockHash
 from conductor.engine_client import HashPrompt
 from conductor.gateway import ServedModel, create_app
 from conductor.gateway.server import BindError, Server, bind, make_server
@@ -58,6 +60,19 @@ def prepare_model(config: Config) -> Prepared:
     served = ServedModel((card.name,), card.max_context, tokenizer, hash_prompt)
     weights_bytes = sum(path.stat().st_size for path in folder.path.glob("*.safetensors"))
     return Prepared(card, served, hash_prompt, weights_bytes)
+
+
+def prompt_hasher(model: tuple[str, ...], block_tokens: int) -> HashPrompt:
+    """How prompts of a model become block hashes; tenants share no prefixes."""
+
+    @lru_cache(maxsize=4096)
+    def seed(tenant: str) -> BlockHash:
+        return KVNamespace(model, block_tokens, salt=tenant).seed
+
+    def hash_prompt(tokens: bytes, tenant: str) -> tuple[BlockHash, ...]:
+        return hash_blocks(seed(tenant), tokens, block_tokens)
+
+    return hash_prompt
 
 
 def memory_needed_bytes(config: Config, prepared: Prepared) -> int:

@@ -54,3 +54,12 @@ def test_memory_of_another_machine_is_not_judged(monkeypatch: pytest.MonkeyPatch
     """Joining a cluster says nothing about this machine's memory."""
     monkeypatch.setattr(serve, "available_bytes", lambda: 0)
     serve.check_memory(config(cluster__address="ray.example:6379"), PREPARED)
+
+
+def test_tenants_share_no_prefix() -> None:
+    """Equal prompts of two tenants have no block hash in common; one tenant's always agree."""
+    hash_prompt = serve.prompt_hasher(("tiny", "r"), block_tokens=4)
+    tokens = bytes(4 * 9)
+    assert len(hash_prompt(tokens, "a")) == 2
+    assert hash_prompt(tokens, "a") == hash_prompt(tokens, "a")
+    assert set(hash_prompt(tokens, "a")) & set(hash_prompt(tokens, "b")) == set()
