@@ -81,9 +81,7 @@ class Simulation:
         self.loop = EventLoop()
         self.records: dict[str, RequestRecord] = {}
         self.scheduler = Scheduler(options.scheduler)
-        self.cluster = SimCluster(
-            self.loop, options.cluster, self.records, self._deliver, event_lag_s=options.event_lag_s
-        )
+        self.cluster = SimCluster(self.loop, options.cluster, self.records, self._deliver, event_lag_s=options.event_lag_s)
         self._observer = observer
         self._inbox: deque[Event] = deque()
         self._tick_s: float | None = None

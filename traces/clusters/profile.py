@@ -6,7 +6,7 @@ from __future__ import annotations
 from enum import StrEnum
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -22,6 +22,7 @@ from traces.service_time import (
 
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
+LowerTier: TypeAlias = Literal["host", "disk", "shared"]
 
 
 class ClusterError(ValueError):
@@ -130,7 +131,9 @@ class ClusterProfile(_Values):
     prefill: Annotated[StepPolynomialValues | QuadraticValues | FlopsValues, Field(discriminator="form")]
     decode: Annotated[LinearDecodeValues | ShareDecodeValues, Field(discriminator="form")]
     network: NetworkValues
-    tiers: dict[Literal["host", "disk", "shared"], TierValues] = {}
+    tiers: dict[LowerTier, TierValues] = {}
+    chunked_prefill: bool = True
+    reuse_blocks: bool = True
     layer_groups: Annotated[int, Field(gt=0)] = 8
     handover: Handover
     first_token: FirstTokenFrom

@@ -32,9 +32,7 @@ class Flow:
 
     __slots__ = ("arrived", "left_bytes", "links", "path", "rate", "size_bytes", "started_s", "updated_s", "version")
 
-    def __init__(
-        self, path: str, links: Sequence[Link], size_bytes: int, arrived: Callable[[], None], now: float
-    ) -> None:
+    def __init__(self, path: str, links: Sequence[Link], size_bytes: int, arrived: Callable[[], None], now: float) -> None:
         self.path = path
         self.links = links
         self.size_bytes = size_bytes
@@ -55,9 +53,7 @@ class Network:
         self._contention = contention
         self.bytes_moved: Counter[str] = Counter()
 
-    def start(
-        self, path: str, links: Sequence[Link], size_bytes: int, arrived: Callable[..., None], *args: Any
-    ) -> Flow:
+    def start(self, path: str, links: Sequence[Link], size_bytes: int, arrived: Callable[..., None], *args: Any) -> Flow:
         """Send `size_bytes` over `links`; `arrived(*args)` is called when the last byte is there."""
         now = self._loop.now
         flow = Flow(path, links, size_bytes, partial(arrived, *args), now)
