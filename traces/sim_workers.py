@@ -57,6 +57,7 @@ class SimCluster:
         deliver: Callable[[Event], None],
         *,
         event_lag_s: float = 0.0,
+        seed: int = 0,
     ) -> None:
         self.workers: dict[WorkerId, SimWorker] = {}
         self.network = Network(loop, latency_s=profile.network.latency_s, contention=profile.network.contention)
@@ -67,6 +68,7 @@ class SimCluster:
         self._records = records
         self._deliver = deliver
         self._event_lag_s = event_lag_s
+        self._seed = seed
         self._orders = 0
         self._parents: dict[int, int | None] = {}
         self._shared = self._tier_store("shared", "shared") if "shared" in profile.tiers else None
@@ -140,6 +142,8 @@ class SimCluster:
             reuse_blocks=profile.reuse_blocks,
             chunked=profile.chunked_prefill,
             hold_output=coupled is not None,
+            step_variation=profile.step_variation,
+            seed=self._seed,
         )
         gate = None if coupled is None else coupled.lend
         hooks = PrefillHooks(self._prefill_started, self._prefilled, self._refused, gate)

@@ -60,9 +60,10 @@ class QuadraticValues(_Values):
     base_s: NotNegative
     per_token_s: Positive
     per_token2_s: NotNegative
+    tile_tokens: Annotated[int, Field(gt=0)]
 
     def truth(self) -> PrefillTime:
-        return QuadraticPrefill(self.base_s, self.per_token_s, self.per_token2_s)
+        return QuadraticPrefill(self.base_s, self.per_token_s, self.per_token2_s, self.tile_tokens)
 
 
 class FlopsValues(_Values):
@@ -75,6 +76,7 @@ class FlopsValues(_Values):
     linear_efficiency: Positive
     attention_efficiency: Positive
     half_efficiency_tokens: NotNegative
+    tile_tokens: Annotated[int, Field(gt=0)]
     launch_s: NotNegative
 
     def truth(self) -> PrefillTime:
@@ -119,7 +121,7 @@ class TierValues(_Values):
 
 
 class ClusterProfile(_Values):
-    """Hardware truth of one kind of node."""
+    """Hardware truth of one kind of node. `step_variation` is the standard deviation of a prefill step's duration, relative."""
 
     description: str
     gpus_per_worker: Annotated[int, Field(gt=0)]
@@ -132,6 +134,7 @@ class ClusterProfile(_Values):
     decode: Annotated[LinearDecodeValues | ShareDecodeValues, Field(discriminator="form")]
     network: NetworkValues
     tiers: dict[LowerTier, TierValues] = {}
+    step_variation: Annotated[float, Field(ge=0, le=0.5)] = 0.0
     chunked_prefill: bool = True
     reuse_blocks: bool = True
     layer_groups: Annotated[int, Field(gt=0)] = 8

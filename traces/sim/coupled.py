@@ -71,8 +71,7 @@ class CoupledDecode(DecodeEngine):
         super()._advance(steps)
         if len(self._paces) > known and self._stalled_s:
             pace = self._paces.pop()
-            mean_s = pace.seconds / pace.steps
-            self._paces.append(Pace(1, mean_s + self._stalled_s))
+            self._paces.append(Pace(1, pace.first_s + self._stalled_s))
             if pace.steps > 1:
-                self._paces.append(Pace(pace.steps - 1, pace.seconds - mean_s))
+                self._paces.append(pace.without_first())
             self._stalled_s = 0.0

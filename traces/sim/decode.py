@@ -21,14 +21,26 @@ from traces.sim.loop import At, EventLoop
 
 
 class Pace(NamedTuple):
-    """Steps of one unchanging batch, as a request's gaps between tokens see them."""
+    """Steps of one unchanging batch, as a request's gaps between tokens see them: each longer than the last by `drift_s`."""
 
     steps: int
     seconds: float
+    drift_s: float = 0.0
 
     @property
     def mean_s(self) -> float:
         return self.seconds / self.steps
+
+    @property
+    def first_s(self) -> float:
+        return self.mean_s - self.drift_s * (self.steps - 1) / 2
+
+    def last_s(self, steps: int) -> float:
+        """Seconds of the last `steps` steps together."""
+        return steps * (self.mean_s + self.drift_s * (self.steps - steps) / 2)
+
+    def without_first(self) -> Pace:
+        return Pace(self.steps - 1, self.seconds - self.first_s, self.drift_s)
 
 
 class DecodeHooks(NamedTuple):
@@ -205,7 +217,7 @@ class DecodeEngine:
         """Let `steps` steps of the current batch pass."""
         if steps and self.batch:
             elapsed_s = self._run.elapsed_s(steps)
-            self._paces.append(Pace(steps, elapsed_s))
+            self._paces.append(Pace(steps, elapsed_s, self._run.linear_s + self._run.quadratic_s * steps))
             self._step += steps
             self._step_start_s += elapsed_s
             self.context_tokens += steps * self.batch
@@ -250,7 +262,7 @@ class DecodeEngine:
         total_s = 0.0
         for gap in sorted(gaps, key=_mean_s, reverse=True):
             steps = min(left, gap.steps)
-            total_s += steps * gap.mean_s
+            total_s += gap.last_s(steps)
             left -= steps
             if left == 0:
                 break
@@ -261,10 +273,10 @@ class DecodeEngine:
         paces = self._paces[job.joined_run - self._dropped_paces :]
         if not paces:
             return []
-        first = paces[0]
-        paces[0] = Pace(first.steps - 1, first.seconds - first.mean_s)
+        first_s = paces[0].first_s
+        paces[0] = paces[0].without_first()
         if job.join_wait_s is not None:
-            paces.append(Pace(1, first.mean_s + job.join_wait_s))
+            paces.append(Pace(1, first_s + job.join_wait_s))
         return [pace for pace in paces if pace.steps]
 
     def _forget_paces(self) -> None:

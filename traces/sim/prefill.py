@@ -9,6 +9,7 @@ computes it on, since a step's attention sees the KV that the same step writes. 
 from __future__ import annotations
 
 import bisect
+import random
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
@@ -42,6 +43,8 @@ class EngineLimits(NamedTuple):
     reuse_blocks: bool = True
     chunked: bool = True
     hold_output: bool = False
+    step_variation: float = 0.0
+    seed: int = 0
 
 
 class PrefillHooks(NamedTuple):
@@ -79,6 +82,7 @@ class PrefillEngine:
         self._stepping = False
         self._begin_planned = False
         self._dead = False
+        self._chance = random.Random(f"{limits.seed}:{reporter.source}:{reporter.epoch}")
 
     def submit(self, job: Job) -> None:
         """Queue a job whose fetched prefix (if any) lies in the cache. Earlier placements keep their turn."""
@@ -130,6 +134,8 @@ class PrefillEngine:
             return 0.0
         self._stepping = True
         duration_s = self._time.step_s([(job.done_tokens, tokens) for job, tokens, _ in step]) + decode_s
+        if self._limits.step_variation:
+            duration_s *= max(0.5, self._chance.gauss(1.0, self._limits.step_variation))
         self.busy_s += duration_s
         self._loop.at(self._loop.now + duration_s, At.COMPLETION, self._end, step, duration_s)
         return duration_s
