@@ -52,8 +52,8 @@ def test_least_recently_used_prefix_goes_first_from_its_tail() -> None:
     for blocks in ((1, 2, 3), (10, 11)):
         cache.store(blocks)
         cache.unpin(blocks)
-    assert ([20, 21], [3, 2]) == cache.store((20, 21))
-    assert 1 == cache.match((1, 2, 3))
+    assert cache.store((20, 21)) == ([20, 21], [3, 2])
+    assert cache.match((1, 2, 3)) == 1
 
 
 def test_dropped_blocks_are_evicted_before_older_ones() -> None:
@@ -63,7 +63,7 @@ def test_dropped_blocks_are_evicted_before_older_ones() -> None:
         cache.store(blocks)
         cache.unpin(blocks)
     cache.demote((10, 11), {1: None, 2: 1, 3: 2, 10: None, 11: 10})
-    assert ([20], [11]) == cache.store((20,))
+    assert cache.store((20,)) == ([20], [11])
 
 
 def test_room_without_identity_evicts_like_blocks_do() -> None:
@@ -71,16 +71,16 @@ def test_room_without_identity_evicts_like_blocks_do() -> None:
     cache = BlockCache(2)
     cache.store((1, 2))
     cache.unpin((1, 2))
-    assert [2] == cache.take_anonymous(1)
+    assert cache.take_anonymous(1) == [2]
     cache.release_anonymous(1)
-    assert 2 == cache.free_blocks
+    assert cache.free_blocks == 2
 
 
 def test_tier_store_keeps_the_recently_used_prefix() -> None:
     """A lower tier evicts the least recently used prefix, leaves first."""
     store = TierStore(4, Link(Tier.HOST.name, 1.0))
-    assert ([1, 2], []) == store.use((1, 2))
-    assert ([10, 11], []) == store.use((10, 11))
-    assert ([], []) == store.use((1, 2))
-    assert ([3], [11]) == store.use((1, 2, 3))
-    assert 3 == store.match((1, 2, 3, 4))
+    assert store.use((1, 2)) == ([1, 2], [])
+    assert store.use((10, 11)) == ([10, 11], [])
+    assert store.use((1, 2)) == ([], [])
+    assert store.use((1, 2, 3)) == ([3], [11])
+    assert store.match((1, 2, 3, 4)) == 3

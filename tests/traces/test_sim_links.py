@@ -42,7 +42,7 @@ def test_without_contention_every_flow_runs_at_full_speed() -> None:
     for size in (100, 50):
         network.start("test", (link,), size, lambda: ends.append(loop.now))
     run_loop(loop)
-    assert [5.0, 10.0] == ends
+    assert ends == [5.0, 10.0]
 
 
 @given(
@@ -83,4 +83,4 @@ def test_stopped_flow_counts_what_it_sent_and_does_not_arrive() -> None:
     loop.at(10.0, At.COMPLETION, network.stop, doomed)
     run_loop(loop)
     assert [("other", pytest.approx(15.0))] == arrived
-    assert 150 == network.bytes_moved["test"]
+    assert network.bytes_moved["test"] == 150

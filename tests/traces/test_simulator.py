@@ -35,7 +35,7 @@ def outcomes(trace: list[TraceRequest], chosen: SimulationOptions | None = None)
 
 
 def test_first_token_waits_for_prompt_transfer_and_one_decode_step() -> None:
-    """6,758 tokens alone on the mock engine: as Dynamo's replay of the conversation trace's first request, to the microsecond."""
+    """6,758 tokens alone on the mock engine: what Dynamo replays for the first of the trace."""
     cluster = profile()
     outcome = outcomes([row(0.0, 6758, output=500)])[0]
     prefill_s = cluster.service_time().prefill.step_s([(0, 6758)])
@@ -45,30 +45,30 @@ def test_first_token_waits_for_prompt_transfer_and_one_decode_step() -> None:
 def test_prompts_are_packed_into_one_step() -> None:
     """Two prompts of one moment share the step's 8,192 tokens; the second goes on in the next step."""
     chosen = options(prefill_workers=1)
-    simulation, calls = run([row(0.0, 6758), row(0.0, 10_498, shared=1)], chosen)
+    _, calls = run([row(0.0, 6758), row(0.0, 10_498, shared=1)], chosen)
     finished = {event.request_id: now for now, event, _ in calls if isinstance(event, PrefillFinished)}
-    assert STEP_8192_S == pytest.approx(finished["0000000"])
-    assert 2 * STEP_8192_S < finished["0000001"]
+    assert pytest.approx(finished["0000000"]) == STEP_8192_S
+    assert finished["0000001"] > 2 * STEP_8192_S
 
 
 def test_whole_blocks_are_reused_but_never_the_last_token() -> None:
     """A repeated prompt of exactly three blocks reuses two; of 1,600 tokens three."""
     chosen = options(prefill_workers=1)
     found = outcomes([row(0.0, 1536, first_block=7), row(5.0, 1536, first_block=7), row(9.0, 1600, first_block=7)], chosen)
-    assert [0, 1024, 1536] == [outcome.reused_tokens for outcome in found]
+    assert [outcome.reused_tokens for outcome in found] == [0, 1024, 1536]
 
 
 def test_evicted_prefix_is_computed_again() -> None:
     """A pool of four blocks cannot keep two prompts of three."""
     chosen = options(profile(device_blocks=4), prefill_workers=1, decode_workers=1)
     found = outcomes([row(0.0, 1537 - 512, 2, 7), row(5.0, 1537, 2, 90), row(9.0, 1537 - 512, 2, 7)], chosen)
-    assert [0, 0, 0] == [outcome.reused_tokens for outcome in found]
+    assert [outcome.reused_tokens for outcome in found] == [0, 0, 0]
 
 
 def test_decode_gaps_grow_with_the_context() -> None:
     """A request alone: TPOT is the step time of its context; the longest tenth of gaps is no shorter."""
     outcome = outcomes([row(0.0, 6758, output=500)])[0]
-    assert 0.005866 == pytest.approx(outcome.tpot_s, abs=5e-6)
+    assert pytest.approx(outcome.tpot_s, abs=5e-6) == 0.005866
     assert outcome.tpot_s < outcome.tbt_s < 0.00588
 
 
@@ -78,7 +78,7 @@ def test_prompt_beyond_every_pool_ends_as_rejected_after_its_attempts() -> None:
         profile(device_blocks=8), scheduler=SchedulerConfig(block_tokens=512, policy="round_robin", admission="none")
     )
     found = outcomes([row(0.0, 9000), row(1.0, 600)], chosen)
-    assert [OutcomeStatus.REJECTED, OutcomeStatus.COMPLETED] == [outcome.status for outcome in found]
+    assert [outcome.status for outcome in found] == [OutcomeStatus.REJECTED, OutcomeStatus.COMPLETED]
 
 
 @settings(max_examples=25)
@@ -96,7 +96,7 @@ def test_every_request_ends_once_and_time_never_goes_back(
     assert len(trace) == sum(isinstance(event, RequestFinished) for _, event, _ in calls)
     for record in simulation.records.values():
         assert record.arrival_s <= record.prefill_start_s < record.first_token_s <= record.finished_s
-    assert {} == simulation.cluster.jobs
+    assert simulation.cluster.jobs == {}
     for worker in simulation.cluster.workers.values():
         assert worker.cache.pinned_blocks == 0
         assert worker.decode is None or worker.decode.reserved_tokens == 0
@@ -137,11 +137,11 @@ def test_lost_decode_worker_keeps_the_tokens_already_streamed() -> None:
     trace = [row(0.0, 1000, output=400)]
     simulation, calls = run(trace, options(outages=(Outage("decode-000", 1.0),)))
     resumed = [event.request for _, event, _ in calls if isinstance(event, RequestResumed)]
-    assert 1 == len(resumed)
+    assert len(resumed) == 1
     emitted = resumed[0].emitted_tokens
     assert 100 < emitted < 200
     assert 1000 + emitted == resumed[0].prompt_tokens
-    assert 400 == simulation.records["0000000"].emitted_tokens
+    assert simulation.records["0000000"].emitted_tokens == 400
 
 
 def test_first_token_may_come_from_prefill() -> None:
@@ -149,7 +149,7 @@ def test_first_token_may_come_from_prefill() -> None:
     cluster = profile(first_token="prefill")
     outcome = outcomes([row(0.0, 6758, output=10)], options(cluster))[0]
     assert cluster.service_time().prefill.step_s([(0, 6758)]) == pytest.approx(outcome.ttft_s)
-    assert 6758 * TRANSFER_S + 0.00586 == pytest.approx(outcome.tbt_s, abs=1e-4)
+    assert pytest.approx(outcome.tbt_s, abs=1e-4) == 6758 * TRANSFER_S + 0.00586
 
 
 def test_streamed_handover_hides_the_transfer_behind_the_prompt() -> None:
@@ -175,7 +175,7 @@ def test_lower_tier_gives_back_what_the_device_pool_lost() -> None:
     tiers = {"host": {"bytes_per_s": 20e9, "blocks": 100}}
     simulation, _ = run([row(0.0, 1600, first_block=7)], options(profile(tiers=tiers), prefill_workers=1))
     store = next(iter(simulation.cluster.workers["prefill-000"].tiers.values()))
-    assert (7, 8, 9) == tuple(sorted(store.contents()))
+    assert tuple(sorted(store.contents())) == (7, 8, 9)
 
 
 def coupled(**changes: object) -> SimulationOptions:
@@ -195,7 +195,7 @@ def test_coupled_engine_without_prefix_caching_reuses_nothing() -> None:
     """The plain baseline computes a repeated prompt again; with caching it does not."""
     trace = [row(0.0, 1600, first_block=7), row(5.0, 1600, first_block=7)]
     plain, caching = (outcomes(trace, coupled(reuse_blocks=reuse))[1] for reuse in (False, True))
-    assert (0, 1536) == (plain.reused_tokens, caching.reused_tokens)
+    assert (plain.reused_tokens, caching.reused_tokens) == (0, 1536)
 
 
 @settings(max_examples=15)
