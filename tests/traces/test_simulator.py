@@ -35,7 +35,7 @@ def outcomes(trace: list[TraceRequest], chosen: SimulationOptions | None = None)
 
 
 def test_first_token_waits_for_prompt_transfer_and_one_decode_step() -> None:
-    """6,758 tokens alone on the mock engine: what Dynamo replays for the first of the trace."""
+    """6,758 tokens alone on the mock engine take what Dynamo replays for the first request of the trace."""
     cluster = profile()
     outcome = outcomes([row(0.0, 6758, output=500)])[0]
     prefill_s = cluster.service_time().prefill.step_s([(0, 6758)])
