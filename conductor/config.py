@@ -70,6 +70,7 @@ class WorkersSection(Section):
     prefill_blocks: int = Field(default=384, ge=8, description="KV blocks of one prefill worker")
     decode_blocks: int = Field(default=384, ge=8, description="KV blocks of one decode worker")
     chunk_tokens: PositiveInt = Field(default=512, description="longest run of prompt tokens computed in one step")
+    transport: str = Field(default="object_store", description="how KV moves between workers")
     max_batch: PositiveInt = Field(default=16, description="sequences that a decode worker runs together")
 
 

@@ -130,6 +130,18 @@ def segment_path(path: Path, segment: int) -> Path:
     return path if segment == 0 else path.with_name(f"{path.name.removesuffix(SUFFIX)}.{segment}{SUFFIX}")
 
 
+def prune_runs(directory: Path, keep: int) -> None:
+    """Delete all but the latest `keep` runs of a directory, by the names of their first segments, which begin with the time."""
+    if not directory.is_dir():
+        return
+    segments = sorted(path for path in directory.iterdir() if path.name.endswith(SUFFIX))
+    runs = sorted({path.name.split(".", 1)[0] for path in segments})
+    doomed = set(runs[: max(0, len(runs) - keep)])
+    for path in segments:
+        if path.name.split(".", 1)[0] in doomed:
+            path.unlink(missing_ok=True)
+
+
 def read_header(path: Path, config_type: type[ConfigT]) -> Header[ConfigT]:
     """The header of one file. Raises `FlightLogError`."""
     with _open(path) as file:

@@ -79,7 +79,7 @@ class Counters:
 
 
 class ConductorRuntime:
-    """Drives one scheduler. All methods run on one event loop; `start` before the first call, `stop` after the last."""
+    """Drives one scheduler. All methods run on one event loop; `stop` after the last call."""
 
     def __init__(self, scheduler: SchedulerPort, flight_log: FlightLogWriter | None = None, ports: Ports | None = None) -> None:
         self._scheduler = scheduler
@@ -108,9 +108,13 @@ class ConductorRuntime:
     # --- life ---------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to take events; needs a running event loop. Calling it again changes nothing."""
+        """Begin to take events; needs a running event loop. The first event does it by itself; again changes nothing."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop().create_task(self._run())
+
+    async def alive(self) -> None:
+        """Never returns: its failure is the news that this process is gone."""
+        await asyncio.Event().wait()
 
     async def stop(self) -> None:
         """End every task of this runtime, let front ends go, and close the flight log."""
@@ -223,6 +227,7 @@ class ConductorRuntime:
     # --- the loop -----------------------------------------------------------------------------------------------------
 
     def _post(self, event: Event) -> None:
+        self.start()
         self._inbox.put_nowait((self._ports.clock(), event))
 
     async def _run(self) -> None:

@@ -20,7 +20,7 @@ from conductor.core.commands import Command, RequestSnapshot
 from conductor.core.cost_profile import CostProfile
 from conductor.core.events import Event, RequestArrived, RequestCancelled, Tick, WorkerJoined
 from conductor.core.types import Decision, Request, Role, Tier, WorkerSpec
-from conductor.flight_log import FlightLogError, FlightLogWriter, read, segment_path, verify
+from conductor.flight_log import FlightLogError, FlightLogWriter, prune_runs, read, segment_path, verify
 
 HASHES = st.integers(min_value=0, max_value=2**128 - 1)
 
@@ -128,6 +128,16 @@ def test_old_segments_are_deleted_and_the_rest_is_refused_for_replay(tmp_path: P
         verify(rest[0], EchoConfig, EchoScheduler)
     with pytest.raises(FlightLogError, match="cannot read"):
         verify(path, EchoConfig, EchoScheduler)
+
+
+def test_old_runs_are_deleted_with_all_their_segments(tmp_path: Path) -> None:
+    """The directory keeps the latest runs whole."""
+    for name in ("20260101-1", "20260102-1", "20260103-1"):
+        record_run(tmp_path / f"{name}.flight.jsonl", [Tick()] * 10, segment_bytes=500)
+    (tmp_path / "notes.txt").write_text("not ours")
+    prune_runs(tmp_path, keep=1)
+    assert {path.name.split(".")[0] for path in tmp_path.iterdir()} == {"20260103-1", "notes"}
+    assert verify(tmp_path / "20260103-1.flight.jsonl", EchoConfig, EchoScheduler).records == 10
 
 
 def test_an_existing_log_is_never_overwritten(tmp_path: Path) -> None:

@@ -206,6 +206,42 @@ async def test_an_interrupted_request_is_resumed_by_its_front_end(stage: Stage) 
     task.cancel()
 
 
+async def test_a_continuation_of_an_unknown_request_is_an_arrival(stage: Stage) -> None:
+    """A Conductor that was started again takes what its predecessor had placed."""
+    assert await stage.runtime.resume(job(attempt=2)) == placement(attempt=2)
+    assert [event.request.attempt for event in stage.scheduler.seen(ev.RequestArrived)] == [2]
+
+
+async def test_lost_output_of_a_known_request_fails_its_attempt(stage: Stage) -> None:
+    """The scheduler decides how it goes on."""
+    failed = ev.RequestFailed("r1", 1, "d0", "output was lost")
+    await stage.runtime.submit(job())
+    await stage.runtime.report_lost_output("gateway-1", failed)
+    await stage.settle()
+    assert stage.scheduler.seen(ev.RequestFailed) == [failed]
+
+
+async def test_lost_output_of_an_ended_request_is_asked_for_again(stage: Stage) -> None:
+    """The worker reported the end, and its last tokens never came: the front end may submit the continuation."""
+    received, task = await notices_of(stage)
+    await stage.runtime.report_lost_output("gateway-1", ev.RequestFailed("r1", 1, "d0", "output was lost"))
+    await stage.settle()
+    assert received[-1] == ResumeNotice("r1", 1)
+    task.cancel()
+
+
+async def test_stop_fails_those_who_wait_and_ends_the_notices(stage: Stage) -> None:
+    """Nobody hangs on a runtime that is gone."""
+    stage.scheduler.answer = lambda event: []
+    _, task = await notices_of(stage)
+    waiting = asyncio.create_task(stage.runtime.submit(job()))
+    await stage.settle()
+    await stage.runtime.stop()
+    with pytest.raises(SchedulerStoppedError, match="shutting down"):
+        await waiting
+    await asyncio.wait_for(task, 5)
+
+
 async def test_a_late_rejection_is_a_notice(stage: Stage) -> None:
     """A request that had been placed and is refused afterwards is told on its channel, and forgotten."""
     received, task = await notices_of(stage)
