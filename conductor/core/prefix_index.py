@@ -18,17 +18,20 @@ swept out of the map a shard at a time by later calls.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from conductor.core.expected_prefixes import ExpectedPrefixes
 from conductor.core.types import BlockHash, Holder, InvariantError
 
 IntArray = npt.NDArray[np.int32]
 
-SHARDS = 4096
-FEW_BITS = 8
+SHARDS = 1 << 16
+SWEPT_AT_ONCE = 16
+FEW_BITS = 6
+CACHED_MASKS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +40,6 @@ class PrefixMatch:
 
     depths: IntArray
     confirmed: IntArray
-
-
-@dataclass(slots=True)
-class _Chain:
-    blocks: tuple[BlockHash, ...]
-    until_s: float
-    count: int = 1
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +51,6 @@ class _Slot:
     bit: int = -1
     mask: int = 0
     claims: int = 0
-    chains: dict[BlockHash, _Chain] = field(default_factory=dict)
 
 
 class PrefixIndex:
@@ -67,8 +62,8 @@ class PrefixIndex:
         self._free_bits: list[int] = []
         self._live = 0
         self._unclosed = 0
-        self._expected: dict[BlockHash, int] = {}
-        self._expected_counts: dict[tuple[int, BlockHash], int] = {}
+        self._expected = ExpectedPrefixes()
+        self._positions: dict[int, npt.NDArray[np.int64]] = {}  # slot numbers of a mask, for masks that come up often
         self._retired: dict[int, int] = {}  # bits being swept out, and how many shards still have to be visited
         self._cursor = 0
 
@@ -127,15 +122,17 @@ class PrefixIndex:
         bit = slot.mask
         if parent is not None and not self._shard(parent).get(parent, 0) & bit:
             return False
-        shards, count, chains = self._shards, len(self._shards), slot.chains
+        shards, count = self._shards, len(self._shards)
         for block in blocks:
             shard = shards[block % count]
             mask = shard.get(block, 0)
             if not mask & bit:
                 shard[block] = mask | bit if mask else bit
                 slot.claims += 1
-            if chains and block in chains:
-                self._drop_chain(slot, block)
+        expected = self._expected.ends(slot.number)
+        if expected:
+            for block in [block for block in blocks if block in expected]:
+                self._expected.confirm(slot.number, block)
         self.sweep()
         return True
 
@@ -159,123 +156,112 @@ class PrefixIndex:
     def replace(self, holder: Holder, blocks: Sequence[BlockHash]) -> None:
         """The holder has exactly `blocks`. Expectations stay: what was dispatched is not in a snapshot yet."""
         slot = self._slots[holder]
-        chains = list(slot.chains.values())
-        self.clear(holder)
+        self._retire(slot)
+        self._assign_bit(slot)
         self.store(holder, None, blocks)
-        for chain in chains:
-            for _ in range(chain.count):
-                self.expect(holder, chain.blocks, chain.until_s)
 
     # expected blocks
 
     def expect(self, holder: Holder, blocks: Sequence[BlockHash], until_s: float) -> None:
         """Count the chain `blocks`, from the root on, as held until it is confirmed, given up, or `until_s` has passed."""
         slot = self._slots.get(holder)
-        if slot is None or not blocks or self._shard(blocks[-1]).get(blocks[-1], 0) & slot.mask:
-            return
-        chain = slot.chains.get(blocks[-1])
-        if chain is not None:
-            chain.count += 1
-            chain.until_s = max(chain.until_s, until_s)
-            return
-        slot.chains[blocks[-1]] = _Chain(tuple(blocks), until_s)
-        for block in blocks:
-            key = slot.bit, block
-            self._expected_counts[key] = self._expected_counts.get(key, 0) + 1
-            self._expected[block] = self._expected.get(block, 0) | slot.mask
+        if slot is not None and blocks and not self._shard(blocks[-1]).get(blocks[-1], 0) & slot.mask:
+            self._expected.add(slot.number, blocks, until_s)
 
     def unexpect(self, holder: Holder, blocks: Sequence[BlockHash]) -> None:
         """One of those who would have stored this chain does not."""
         slot = self._slots.get(holder)
-        chain = slot.chains.get(blocks[-1]) if slot is not None and blocks else None
-        if slot is None or chain is None:
-            return
-        chain.count -= 1
-        if chain.count == 0:
-            self._drop_chain(slot, blocks[-1])
+        if slot is not None and blocks:
+            self._expected.discard(slot.number, blocks[-1])
 
     def expire(self, now: float) -> None:
-        for slot in self._slots.values():
-            for last in [last for last, chain in slot.chains.items() if chain.until_s < now]:
-                self._drop_chain(slot, last)
+        self._expected.expire(now)
 
     # matching
 
     def match(self, block_hashes: Sequence[BlockHash]) -> PrefixMatch:
         """The longest match of a prompt on every slot, contiguous from its first block (I4)."""
-        confirmed = self._depths(block_hashes, {})
-        depths = self._depths(block_hashes, self._expected) if self._expected else confirmed
+        confirmed = self._depths(block_hashes)
+        if self._unclosed:
+            self._verify(confirmed, block_hashes)
+        if not self._expected:
+            return PrefixMatch(confirmed, confirmed)
+        depths = confirmed.copy()
+        for number, depth in self._expected.depths(block_hashes):
+            if depth > depths[number]:
+                depths[number] = depth
         return PrefixMatch(depths, confirmed)
 
-    def _depths(self, hashes: Sequence[BlockHash], expected: dict[BlockHash, int]) -> IntArray:
+    def _depths(self, hashes: Sequence[BlockHash]) -> IntArray:
+        """Find the depths at which the bitmask shrinks: gallop ahead from the last one, then bisect."""
+        shards, count, total = self._shards, len(self._shards), len(hashes)
         depths = np.zeros(len(self._slots) + len(self._free_numbers), dtype=np.int32)
         mask, depth = self._live, 0  # the slots in `mask` have the first `depth` blocks
-        while mask and depth < len(hashes):
-            depth = self._first_loss(hashes, depth, mask, expected)
-            kept = mask & self._held_at(hashes[depth], expected) if depth < len(hashes) else 0
+        while mask and depth < total:
+            low, high, step, kept = depth, total, 1, 0
+            while low < high:
+                probe = low + step - 1
+                if probe >= high:
+                    probe = high - 1
+                block = hashes[probe]
+                here = shards[block % count].get(block, 0) & mask
+                if here == mask:
+                    low = probe + 1
+                    step += step
+                else:
+                    high, kept = probe, here
+                    step = (high - low + 1) >> 1 or 1
+            depth = low
             if depth:
-                self._write(depths, mask & ~kept, depth)
+                self._write(depths, mask ^ kept, depth)
             mask = kept
-        if self._unclosed:
-            self._verify(depths, hashes, expected)
         return depths
-
-    def _held_at(self, block: BlockHash, expected: dict[BlockHash, int]) -> int:
-        return self._shard(block).get(block, 0) | expected.get(block, 0)
-
-    def _first_loss(self, hashes: Sequence[BlockHash], start: int, mask: int, expected: dict[BlockHash, int]) -> int:
-        """The first depth at or after `start` whose block some slot of `mask` lacks: gallop ahead, then bisect."""
-        shards, count = self._shards, len(self._shards)
-        low, high, step = start, len(hashes), 1
-        while low < high:
-            probe = min(low + step, high) - 1
-            block = hashes[probe]
-            here = shards[block % count].get(block, 0)
-            if expected:
-                here |= expected.get(block, 0)
-            if here & mask == mask:
-                low = probe + 1
-                step *= 2
-            else:
-                high = probe
-                step = max(1, (high - low + 1) // 2)
-        return low
 
     def _write(self, depths: IntArray, mask: int, depth: int) -> None:
         """Set the depth of every slot in `mask`."""
         if mask.bit_count() > FEW_BITS:
-            octets = np.frombuffer(mask.to_bytes((len(self._numbers) + 7) // 8, "little"), dtype=np.uint8)
-            depths[self._numbers[np.flatnonzero(np.unpackbits(octets, bitorder="little"))]] = depth
+            depths[self._slots_of(mask)] = depth
             return
         while mask:
             lowest = mask & -mask
             depths[self._numbers[lowest.bit_length() - 1]] = depth
             mask ^= lowest
 
-    def _verify(self, depths: IntArray, hashes: Sequence[BlockHash], expected: dict[BlockHash, int]) -> None:
+    def _slots_of(self, mask: int) -> npt.NDArray[np.int64]:
+        positions = self._positions.get(mask)
+        if positions is None:
+            octets = np.frombuffer(mask.to_bytes((len(self._numbers) + 7) // 8, "little"), dtype=np.uint8)
+            positions = self._numbers[np.flatnonzero(np.unpackbits(octets, bitorder="little"))]
+            if len(self._positions) >= CACHED_MASKS:
+                self._positions.clear()
+            self._positions[mask] = positions
+        return positions
+
+    def _verify(self, depths: IntArray, hashes: Sequence[BlockHash]) -> None:
         """Walk the claims of slots that promise no closure block by block."""
         for slot in self._slots.values():
             if not slot.closed:
-                has = (self._held_at(block, expected) & slot.mask for block in hashes)
+                has = (self._shard(block).get(block, 0) & slot.mask for block in hashes)
                 depths[slot.number] = next((depth for depth, held in enumerate(has) if not held), len(hashes))
 
     # upkeep
 
     def sweep(self) -> None:
-        """Take the bits of holders that are gone out of one shard. Every change calls it."""
+        """Take the bits of holders that are gone out of a few shards. Every change calls it."""
         if not self._retired:
             return
         gone = sum(1 << bit for bit in self._retired)
-        shard = self._shards[self._cursor]
-        for block, mask in [(block, mask) for block, mask in shard.items() if mask & gone]:
-            if mask & ~gone:
-                shard[block] = mask & ~gone
-            else:
-                del shard[block]
-        self._cursor = (self._cursor + 1) % len(self._shards)
+        for _ in range(min(SWEPT_AT_ONCE, len(self._shards))):
+            shard = self._shards[self._cursor]
+            for block, mask in [(block, mask) for block, mask in shard.items() if mask & gone]:
+                if mask & ~gone:
+                    shard[block] = mask & ~gone
+                else:
+                    del shard[block]
+            self._cursor = (self._cursor + 1) % len(self._shards)
         for bit in list(self._retired):
-            self._retired[bit] -= 1
-            if not self._retired[bit]:
+            self._retired[bit] -= SWEPT_AT_ONCE
+            if self._retired[bit] <= 0:
                 del self._retired[bit]
                 self._free_bits.append(bit)
 
@@ -295,18 +281,7 @@ class PrefixIndex:
         counted = {holder: slot.claims for holder, slot in self._slots.items()}
         if claims != counted:
             raise InvariantError(f"claims {claims} differ from those counted, {counted}")
-        self._check_expected()
-
-    def _check_expected(self) -> None:
-        counts: dict[tuple[int, BlockHash], int] = {}
-        masks: dict[BlockHash, int] = {}
-        for slot in self._slots.values():
-            for chain in slot.chains.values():
-                for block in chain.blocks:
-                    counts[slot.bit, block] = counts.get((slot.bit, block), 0) + 1
-                    masks[block] = masks.get(block, 0) | slot.mask
-        if counts != self._expected_counts or masks != self._expected:
-            raise InvariantError("I11: expected blocks differ from the chains that they come from")
+        self._expected.check()
 
     def _shard(self, block: BlockHash) -> dict[BlockHash, int]:
         return self._shards[block % len(self._shards)]
@@ -316,21 +291,15 @@ class PrefixIndex:
         if slot.bit == len(self._numbers):
             self._numbers = np.append(self._numbers, 0)
         self._numbers[slot.bit] = slot.number
+        self._positions.clear()
         slot.mask, slot.claims = 1 << slot.bit, 0
         self._live |= slot.mask
 
     def _forget(self, slot: _Slot) -> None:
-        for last in list(slot.chains):
-            self._drop_chain(slot, last)
+        self._expected.forget(slot.number)
+        self._retire(slot)
+
+    def _retire(self, slot: _Slot) -> None:
+        """Let every confirmed claim vanish at once; the bit is swept out of the map and only then used again."""
         self._live &= ~slot.mask
         self._retired[slot.bit] = len(self._shards)
-
-    def _drop_chain(self, slot: _Slot, last: BlockHash) -> None:
-        for block in slot.chains.pop(last).blocks:
-            key = slot.bit, block
-            self._expected_counts[key] -= 1
-            if not self._expected_counts[key]:
-                del self._expected_counts[key]
-                self._expected[block] ^= slot.mask
-                if not self._expected[block]:
-                    del self._expected[block]

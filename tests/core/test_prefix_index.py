@@ -172,7 +172,8 @@ def test_check_notices_damage(damage: str) -> None:
     elif damage == "live":
         index._live |= 1 << 40
     elif damage == "expected":
-        index._expected[1] = 1
+        index.expect(HOLDERS[0], CHAINS[1], 1.0)
+        index._expected._roots.clear()
     else:
         index._shards[0][77] = 1 << 30
     with pytest.raises(InvariantError):
