@@ -41,7 +41,9 @@ def process(*words: object) -> subprocess.Popen[str]:
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    return write_lines(tmp_path / "trace.jsonl", *(mooncake_line(100 * n, blocks=2 + n % 2, first_id=n % 3) for n in range(6)))
+    return write_lines(
+        tmp_path / "trace.jsonl", *(mooncake_line(100 * n, blocks=2 + n % 2, output=60, first_id=n % 3) for n in range(6))
+    )
 
 
 def test_replay_prints_a_table_and_writes_json_and_html(trace: Path, tmp_path: Path) -> None:
