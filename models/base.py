@@ -58,7 +58,8 @@ class PagedKVCache:
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         shape = (num_blocks, block_tokens, *layout.token_shape)
-        self.layers = [torch.empty(shape, dtype=layout.dtype, device=device) for _ in range(layout.num_layers)]
+        # Zeros: attention multiplies unwritten slots by a weight of zero, and zero times NaN would not vanish.
+        self.layers = [torch.zeros(shape, dtype=layout.dtype, device=device) for _ in range(layout.num_layers)]
 
     def gather(self, block_ids: Sequence[int], layers: range | None = None) -> Tensor:
         """A contiguous copy [layers, blocks, block_tokens, *token_shape] of the given blocks."""

@@ -1,0 +1,239 @@
+"""The shape of a Llama-like decoder, read from a Hugging Face `config.json` or from GGUF metadata.
+
+Decides nothing but whether a configuration is one that `models.llama` computes exactly; everything else is refused with the
+name of the field, the value found and the values allowed. Rotary scaling follows the two published rules that Llama models
+carry: `linear` (positions divided by a factor) and `llama3` (long wavelengths divided, short ones kept, a ramp between).
+Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from models.errors import ModelFileError
+
+HF_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+GGUF_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+GQA_LAYOUT_VERSION = 1  # of the cached KV's bytes: raise it when their meaning changes
+_ROPE_TYPES = ("default", "linear", "llama3")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """`kind` is "linear" (only `factor` counts) or "llama3"."""
+
+    kind: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Everything that `models.llama` needs to know of a model besides its weights."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_context: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None = None
+    tied_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ModelFileError(
+                f"num_attention_heads is {self.num_heads}; it must be a multiple of num_key_value_heads ({self.num_kv_heads})"
+            )
+        if self.head_dim % 2:
+            raise ModelFileError(f"head_dim is {self.head_dim}; rotary embedding needs an even number")
+
+
+class _Fields:
+    """Typed access to a mapping of metadata, with errors that name `source` and field."""
+
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        self._values = values
+        self._source = source
+
+    def get(self, name: str) -> Any:
+        return self._values.get(name)
+
+    def count(self, name: str, default: int | None = None) -> int:
+        value = self._values.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.error(name, value, "a positive integer")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self._values.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise self.error(name, value, "a positive number")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._values.get(name, default)
+        if not isinstance(value, bool):
+            raise self.error(name, value, "true or false")
+        return value
+
+    def error(self, name: str, value: object, allowed: str) -> ModelFileError:
+        found = "is missing" if value is None else f"is {value!r}"
+        return ModelFileError(f"{self._source}: {name} {found}; allowed: {allowed}")
+
+
+def config_from_hf(values: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
+    """The configuration in a Hugging Face `config.json`. Raises `ModelFileError` for what is not computed here."""
+    fields = _Fields(values, source)
+    architecture = _hf_architecture(fields)
+    _refuse_unsupported(fields)
+    heads = fields.count("num_attention_heads")
+    hidden = fields.count("hidden_size")
+    qwen2 = architecture == "Qwen2ForCausalLM"
+    attention_bias = fields.flag("attention_bias", False)
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=fields.count("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=fields.count("intermediate_size"),
+        num_layers=fields.count("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=fields.count("num_key_value_heads", heads),
+        head_dim=fields.count("head_dim", hidden // heads) if fields.get("head_dim") is not None else hidden // heads,
+        max_context=fields.count("max_position_embeddings"),
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rope_theta=_rope_fields(fields).number("rope_theta", 10000.0),
+        rope_scaling=_rope_scaling(fields),
+        tied_embeddings=fields.flag("tie_word_embeddings", False),
+        qkv_bias=qwen2 or attention_bias,
+        output_bias=attention_bias and not qwen2,
+        qk_norm=architecture == "Qwen3ForCausalLM",
+    )
+
+
+def _hf_architecture(fields: _Fields) -> str:
+    found = fields.get("architectures")
+    name = found[0] if isinstance(found, list) and found else None
+    if name not in HF_ARCHITECTURES:
+        raise fields.error("architectures", found, ", ".join(HF_ARCHITECTURES))
+    return str(name)
+
+
+def _refuse_unsupported(fields: _Fields) -> None:
+    if fields.get("hidden_act") not in (None, "silu"):
+        raise fields.error("hidden_act", fields.get("hidden_act"), "silu")
+    if fields.get("mlp_bias"):
+        raise fields.error("mlp_bias", True, "false")
+    window = fields.get("sliding_window")
+    if window is not None and fields.get("use_sliding_window") is not False:
+        raise fields.error("sliding_window", window, "null (attention over the whole context)")
+
+
+def _rope_fields(fields: _Fields) -> _Fields:
+    """Where the rotary fields are: `rope_parameters` in the newer form of config.json, the top level in the older one."""
+    nested = fields.get("rope_parameters")
+    return _Fields(nested, "config.json rope_parameters") if isinstance(nested, Mapping) else fields
+
+
+def _rope_scaling(fields: _Fields) -> RopeScaling | None:
+    values = fields.get("rope_parameters") or fields.get("rope_scaling")
+    if values is None:
+        return None
+    scaling = _Fields(values, "config.json rope scaling")
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind not in _ROPE_TYPES:
+        raise scaling.error("rope_type", kind, ", ".join(_ROPE_TYPES))
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return RopeScaling("linear", scaling.number("factor"))
+    return RopeScaling(
+        "llama3",
+        factor=scaling.number("factor"),
+        low_freq_factor=scaling.number("low_freq_factor"),
+        high_freq_factor=scaling.number("high_freq_factor"),
+        original_context=scaling.count("original_max_position_embeddings"),
+    )
+
+
+def config_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """The `config.json` from which `config_from_hf` reads the same configuration."""
+    values: dict[str, Any] = {
+        "architectures": [config.architecture],
+        "model_type": config.architecture.removesuffix("ForCausalLM").lower(),
+        "hidden_act": "silu",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_context,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": config.tied_embeddings,
+        "torch_dtype": "float32",
+    }
+    if config.architecture != "Qwen2ForCausalLM":
+        values["attention_bias"] = config.qkv_bias
+    if config.rope_scaling is not None:
+        values["rope_scaling"] = _rope_scaling_to_hf(config.rope_scaling)
+    return values
+
+
+def _rope_scaling_to_hf(scaling: RopeScaling) -> dict[str, Any]:
+    values: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "llama3":
+        values["low_freq_factor"] = scaling.low_freq_factor
+        values["high_freq_factor"] = scaling.high_freq_factor
+        values["original_max_position_embeddings"] = scaling.original_context
+    return values
+
+
+def config_from_gguf(metadata: Mapping[str, Any], source: str, *, tied_embeddings: bool) -> ModelConfig:
+    """The configuration in GGUF metadata. `tied_embeddings`: the file has no separate output matrix."""
+    fields = _Fields(metadata, source)
+    prefix = fields.get("general.architecture")
+    if prefix not in GGUF_ARCHITECTURES:
+        raise fields.error("general.architecture", prefix, ", ".join(GGUF_ARCHITECTURES))
+    scaling = fields.get(f"{prefix}.rope.scaling.type")
+    if scaling not in (None, "none"):
+        raise fields.error(f"{prefix}.rope.scaling.type", scaling, "none")
+    heads = fields.count(f"{prefix}.attention.head_count")
+    hidden = fields.count(f"{prefix}.embedding_length")
+    head_dim = fields.count(f"{prefix}.attention.key_length", hidden // heads)
+    if fields.count(f"{prefix}.rope.dimension_count", head_dim) != head_dim:
+        raise fields.error(f"{prefix}.rope.dimension_count", fields.get(f"{prefix}.rope.dimension_count"), str(head_dim))
+    return ModelConfig(
+        architecture=GGUF_ARCHITECTURES[prefix],
+        vocab_size=len(metadata["tokenizer.ggml.tokens"]),
+        hidden_size=hidden,
+        intermediate_size=fields.count(f"{prefix}.feed_forward_length"),
+        num_layers=fields.count(f"{prefix}.block_count"),
+        num_heads=heads,
+        num_kv_heads=fields.count(f"{prefix}.attention.head_count_kv", heads),
+        head_dim=head_dim,
+        max_context=fields.count(f"{prefix}.context_length"),
+        norm_eps=fields.number(f"{prefix}.attention.layer_norm_rms_epsilon"),
+        rope_theta=fields.number(f"{prefix}.rope.freq_base", 10000.0),
+        tied_embeddings=tied_embeddings,
+        qkv_bias=prefix == "qwen2",
+        qk_norm=prefix == "qwen3",
+    )

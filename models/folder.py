@@ -1,0 +1,119 @@
+"""From the name or path of a model to the folder that holds it, ready to read, and to its card.
+
+Three things are accepted: the default model's name (pulled if need be), a GGUF file (turned into a prepared folder in the
+cache), and a Hugging Face folder (used where it lies). The revision is a sha256 over what determines the weights. Torch-free:
+gateway and command line learn a model's name, sizes and KV namespace here without loading it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from models.cache import cache_root, ensure_folder, read_json, sha256_of, write_json
+from models.config import GQA_LAYOUT_VERSION, ModelConfig, config_from_hf
+from models.errors import ModelFileError
+from models.gguf import PREPARED_VERSION, prepare_gguf
+from models.pull import DEFAULT_MODEL, SHA256, pull_default_model
+from models.tokenizer import TextTokenizer, load_tokenizer_folder
+
+KV_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """A model that is there to be read. `fused`: weights as one fused file, else as Hugging Face shards."""
+
+    name: str
+    path: Path
+    revision: str
+    config: ModelConfig
+    fused: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What one may know of a model without loading it. `namespace` holds everything that its KV depends on."""
+
+    name: str
+    revision: str
+    max_context: int
+    vocab_size: int
+    kv_bytes_per_token: int
+    namespace: tuple[str, ...]
+
+
+def find_model(name_or_path: str) -> ModelFolder:
+    """The folder of a model; pulls and prepares as needed. Raises `ModelFileError` or `ModelPullError`."""
+    path = Path(name_or_path).expanduser()
+    if name_or_path == DEFAULT_MODEL:
+        return _prepared(DEFAULT_MODEL, SHA256, None)
+    if path.suffix == ".gguf":
+        return _prepared(path.stem.lower(), _known_sha256(path), path)
+    if path.is_dir():
+        return ModelFolder(path.resolve().name, path, _folder_revision(path), _folder_config(path), fused=False)
+    raise ModelFileError(f"model {name_or_path!r} is unknown; allowed: {DEFAULT_MODEL}, a .gguf file, a Hugging Face folder")
+
+
+def load_tokenizer(name_or_path: str) -> TextTokenizer:
+    return load_tokenizer_folder(find_model(name_or_path).path)
+
+
+def load_card(name_or_path: str, kv_dtype: str = "float32") -> ModelCard:
+    folder = find_model(name_or_path)
+    return model_card(folder, load_tokenizer_folder(folder.path), kv_dtype)
+
+
+def model_card(folder: ModelFolder, tokenizer: TextTokenizer, kv_dtype: str) -> ModelCard:
+    if kv_dtype not in KV_DTYPE_BYTES:
+        raise ModelFileError(f"kv_dtype is {kv_dtype!r}; allowed: {', '.join(KV_DTYPE_BYTES)}")
+    config = folder.config
+    elements = 2 * config.num_kv_heads * config.head_dim
+    return ModelCard(
+        name=folder.name,
+        revision=folder.revision,
+        max_context=config.max_context,
+        vocab_size=config.vocab_size,
+        kv_bytes_per_token=config.num_layers * elements * KV_DTYPE_BYTES[kv_dtype],
+        namespace=(folder.name, folder.revision, tokenizer.fingerprint, kv_dtype, f"gqa-{GQA_LAYOUT_VERSION}"),
+    )
+
+
+def _prepared(name: str, sha256: str, source: Path | None) -> ModelFolder:
+    """The prepared folder of a GGUF file; `source` None is the default model, pulled only if its folder must be built."""
+
+    def build(folder: Path) -> None:
+        prepare_gguf(pull_default_model() if source is None else source, folder)
+
+    target = cache_root() / "models" / f"{name}-{sha256[:16]}-v{PREPARED_VERSION}"
+    path = ensure_folder(target, sha256, build)
+    return ModelFolder(name, path, sha256, _folder_config(path), fused=True)
+
+
+def _folder_config(path: Path) -> ModelConfig:
+    return config_from_hf(read_json(path / "config.json"), str(path / "config.json"))
+
+
+def _folder_revision(path: Path) -> str:
+    digest = hashlib.sha256((path / "config.json").read_bytes() if (path / "config.json").is_file() else b"")
+    for weights in sorted(path.glob("*.safetensors")):
+        digest.update(f"{weights.name}:{_known_sha256(weights)};".encode())
+    return digest.hexdigest()
+
+
+def _known_sha256(path: Path) -> str:
+    """sha256 of a large file, remembered in the cache as long as size and modification time stay the same."""
+    if not path.is_file():
+        raise ModelFileError(f"{path} is missing")
+    stat = path.stat()
+    identity = {"bytes": stat.st_size, "modified_ns": stat.st_mtime_ns}
+    key = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]
+    note = cache_root() / "digests" / f"{key}.json"
+    if note.is_file():
+        known = read_json(note)
+        if all(known.get(name) == value for name, value in identity.items()):
+            return str(known["sha256"])
+    digest = sha256_of(path)
+    write_json(note, {**identity, "sha256": digest})
+    return digest

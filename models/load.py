@@ -1,0 +1,41 @@
+"""One call from the name or path of a model to a model that runs, its tokenizer and its card."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from models.base import CausalLM
+from models.errors import ModelFileError
+from models.folder import ModelCard, find_model, model_card
+from models.hf_folder import load_weights
+from models.llama import Llama
+from models.pull import DEFAULT_MODEL
+from models.tokenizer import TextTokenizer, load_tokenizer_folder
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    model: CausalLM
+    tokenizer: TextTokenizer
+    card: ModelCard
+
+
+def load_model(
+    name_or_path: str = DEFAULT_MODEL, *, device: str = "cpu", dtype: str = "float32", kv_dtype: str = "float32"
+) -> LoadedModel:
+    """Load a model. Dtypes are named: float32, bfloat16, float16. Raises `ModelError` with one line for people."""
+    folder = find_model(name_or_path)
+    tokenizer = load_tokenizer_folder(folder.path)
+    card = model_card(folder, tokenizer, kv_dtype)
+    weights = load_weights(folder, torch.device(device), _torch_dtype("dtype", dtype))
+    return LoadedModel(Llama(folder.config, weights, _torch_dtype("kv_dtype", kv_dtype)), tokenizer, card)
+
+
+def _torch_dtype(field: str, name: str) -> torch.dtype:
+    if name not in _DTYPES:
+        raise ModelFileError(f"{field} is {name!r}; allowed: {', '.join(_DTYPES)}")
+    return _DTYPES[name]

@@ -1,0 +1,76 @@
+"""Small models with random weights, as Hugging Face folders, and short ways to run a model over a paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from models.base import CausalLM, ForwardBatch, PagedKVCache
+
+TINY: dict[str, Any] = {
+    "vocab_size": 288,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "eos_token_id": 0,
+    "bos_token_id": 1,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def write_tiny_folder(folder: Path, kind: str, *, shard_size: str = "1GB", **changes: Any) -> Any:
+    """Save a random model of `kind` (llama, qwen2, ...) and return it as transformers computes it."""
+    torch.manual_seed(7)
+    reference = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**TINY, **changes})).float().eval()
+    for name, parameter in reference.named_parameters():
+        if name.endswith(("bias", "norm.weight")):
+            torch.nn.init.normal_(parameter, mean=0.5, std=0.3)
+    reference.save_pretrained(folder, max_shard_size=shard_size)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    return reference
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A tokenizer with one token a byte, and no merges."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i + 2 for i, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def new_cache(model: CausalLM, blocks: int = 24, block_tokens: int = 16) -> PagedKVCache:
+    return PagedKVCache(model.layout, blocks, block_tokens)
+
+
+def run(model: CausalLM, cache: PagedKVCache, tokens: Sequence[int], table: Sequence[int], context: int = 0) -> Tensor:
+    """Logits [vocab] of the last of `tokens`, computed on top of `context` cached ones."""
+    return model.forward(ForwardBatch(torch.tensor(tokens), [len(tokens)], [context], [table]), cache)[0]
+
+
+def greedy(model: CausalLM, prompt: Sequence[int], steps: int, table: Sequence[int], cache: PagedKVCache) -> list[int]:
+    """`steps` tokens, each the most likely one."""
+    context, tokens, output = 0, list(prompt), []
+    for _ in range(steps):
+        logits = run(model, cache, tokens, table, context)
+        context += len(tokens)
+        tokens = [int(logits.argmax())]
+        output += tokens
+    return output
