@@ -52,7 +52,7 @@ def test_completed_request_is_timed_and_its_reuse_and_prediction_are_read() -> N
 
 def test_request_body_is_a_streamed_completion_of_token_ids() -> None:
     script = Script()
-    replayed(trace_of(60), script, ignore_eos=True)
+    replayed(trace_of(60), script)
     [body] = script.bodies
     assert {"model": "scripted", "max_tokens": 4, "temperature": 0, "stream": True, "ignore_eos": True}.items() <= body.items()
     assert body["stream_options"] == {"include_usage": True}
@@ -82,6 +82,30 @@ def test_every_kind_of_end_is_told_apart() -> None:
         ("completed", None),
     ]
     assert [outcome.wasted_prefill_tokens for outcome in run.outcomes] == [0, 0, 0, 4, 3, 0, 0, 0]
+
+
+def test_rejection_after_the_stream_has_begun_is_a_rejection_with_its_waste() -> None:
+    [found] = replayed(trace_of(9), Script(late_reject_lengths=frozenset({9}))).outcomes
+    assert (found.status, found.reason, found.wasted_prefill_tokens) == (OutcomeStatus.REJECTED, "tbt_slo", 5)
+
+
+def test_session_class_and_objectives_are_told_as_far_as_a_header_can_carry_them() -> None:
+    script = Script()
+    known = TraceRequest(0.0, 5, 1, session="s-1", traffic_class="chat")
+    odd = TraceRequest(0.0, 5, 1, session="a b", traffic_class="Conversation log")
+    replayed([known], script, slo=SLO(1.5, 0.2), send_slo=True)
+    replayed([odd], script)
+    told = [{name: value for name, value in each.items() if name.startswith("x-conductor-")} for each in script.headers]
+    objectives = {"x-conductor-ttft-slo-ms": "1500", "x-conductor-tbt-slo-ms": "200"}
+    assert told == [objectives | {"x-conductor-session": "s-1", "x-conductor-class": "chat"}, {}]
+
+
+def test_load_over_workers_comes_from_what_each_computed() -> None:
+    """Two workers compute 50 and 10 tokens: the busier one has five thirds of the mean."""
+    run = replayed(trace_of(100, 20), Script(prefill_workers=("a", "b")), max_concurrency=1)
+    assert {"a", "b"} == {outcome.prefill_worker for outcome in run.outcomes}
+    assert run.load_max_over_mean == pytest.approx(50 / 30)
+    assert replayed(trace_of(5), Script()).load_max_over_mean is None
 
 
 def test_arrivals_keep_the_trace_s_gaps_divided_by_speed() -> None:
