@@ -119,7 +119,8 @@ def replay(
     slo_tbt: Annotated[float | None, typer.Option(help="TBT objective in seconds (mean of the longest 10 % of gaps).")] = 0.2,
     model: Annotated[str | None, typer.Option(help="Model name, else the server's first.")] = None,
     token_range: Annotated[str, typer.Option(metavar="LOW:HIGH", help="Token ids to draw prompts from.")] = "1000:30000",
-    ignore_eos: Annotated[bool, typer.Option(help="Ask for outputs of the trace's length (vLLM, SGLang, Conductor).")] = False,
+    ignore_eos: Annotated[bool, typer.Option(help="Ask for outputs of the trace's length; off for servers without it.")] = True,
+    send_slo: Annotated[bool, typer.Option(help="Tell the objectives to the server, for its admission.")] = False,
     api_key: Annotated[str | None, typer.Option(envvar="CONDUCTOR_API_KEY", help="Sent as a bearer token.")] = None,
     format_name: FormatName = None,
     strict: Strict = False,
@@ -141,6 +142,7 @@ def replay(
             slo=SLO(slo_ttft, slo_tbt),
             tokens=_token_range(token_range),
             ignore_eos=ignore_eos,
+            send_slo=send_slo,
             headers={} if api_key is None else {"authorization": f"Bearer {api_key}"},
         )
     raise typer.Exit(run_replay(source, options, ReportTargets(json_target, html)))

@@ -1,8 +1,8 @@
 """One streamed request to an OpenAI-compatible completions endpoint, timed token by token.
 
-Prompts are lists of token ids, so the client needs no tokenizer. It reads reused tokens from `usage`, a prediction from the
-`x-conductor-predicted-ttft-ms` header where there is one, and a refusal's reason from the error body. Whatever goes wrong
-with a request becomes its outcome; nothing is raised but a cancellation.
+Prompts are lists of token ids, so the client needs no tokenizer. It reads reused tokens from `usage`, a refusal's reason
+from the error body, and what Conductor's headers tell where there are any: the predicted TTFT and the workers. Whatever
+goes wrong with a request becomes its outcome; nothing is raised but a cancellation.
 
 Times are the client's: TTFT from the moment of sending to the first event that carries a token, gaps between such events.
 A server that packs several tokens into one event shows fewer and longer gaps.
@@ -22,6 +22,8 @@ import httpx
 from traces.outcomes import OutcomeStatus, RequestOutcome, mooncake_tbt_s
 
 PREDICTED_TTFT_HEADER = "x-conductor-predicted-ttft-ms"
+PREFILL_WORKER_HEADER = "x-conductor-prefill-worker"
+DECODE_WORKER_HEADER = "x-conductor-decode-worker"
 REFUSAL_STATUSES = (429, 503)
 MS_PER_S = 1000
 MAX_ERROR_BYTES = 65_536
@@ -36,6 +38,7 @@ class PreparedRequest:
     due_s: float
     input_tokens: int
     body: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
     traffic_class: str | None = None
     warmup: bool = False
 
@@ -59,8 +62,11 @@ class _Observed:
     token_times_s: list[float] = field(default_factory=list)
     usage: Mapping[str, object] | None = None
     predicted_ttft_s: float | None = None
+    prefill_worker: str | None = None
+    decode_worker: str | None = None
     finished: bool = False
     error: str | None = None
+    rejected: bool = False
 
     def timings(self, now_s: float) -> dict[str, object]:
         times = self.token_times_s
@@ -76,6 +82,8 @@ class _Observed:
             "output_tokens": output_tokens,
             "reused_tokens": reused_tokens(self.usage),
             "predicted_ttft_s": self.predicted_ttft_s,
+            "prefill_worker": self.prefill_worker,
+            "decode_worker": self.decode_worker,
         }
 
 
@@ -107,11 +115,13 @@ class CompletionClient:
 
     async def _stream(self, request: PreparedRequest, seen: _Observed) -> tuple[int, str] | None:
         """Follow the response into `seen`. The status and reason of a response that is no stream, else None."""
-        headers = {"content-type": "application/json"}
+        headers = {"content-type": "application/json", **request.headers}
         async with self.http.stream("POST", "/v1/completions", content=request.body, headers=headers) as response:
             if response.status_code != httpx.codes.OK:
                 return response.status_code, await _refusal_reason(response)
             seen.predicted_ttft_s = _predicted_ttft_s(response.headers)
+            seen.prefill_worker = response.headers.get(PREFILL_WORKER_HEADER)
+            seen.decode_worker = response.headers.get(DECODE_WORKER_HEADER)
             async for data in _events(response):
                 self._observe(data, seen)
         return None
@@ -126,17 +136,20 @@ class CompletionClient:
             return
         if event.get("error"):
             seen.error = _error_word(event) or "stream_error"
+            seen.rejected = _is_rejection(event["error"])
         if isinstance(event.get("usage"), dict):
             seen.usage = cast(Mapping[str, object], event["usage"])
         if _carries_token(event):
             seen.token_times_s.append(self.clock())
 
     def _failed(self, request: PreparedRequest, seen: _Observed, reason: str) -> RequestOutcome:
+        """An outcome other than completed; once a token has come, the prompt was computed in vain."""
         known = seen.timings(self.clock())
+        status = OutcomeStatus.REJECTED if seen.rejected else OutcomeStatus.FAILED
         if not seen.token_times_s:
-            return request.outcome(OutcomeStatus.FAILED, reason=reason, **known)
+            return request.outcome(status, reason=reason, **known)
         wasted_tokens = request.input_tokens - (reused_tokens(seen.usage) or 0)
-        return request.outcome(OutcomeStatus.FAILED, reason=reason, wasted_prefill_tokens=wasted_tokens, **known)
+        return request.outcome(status, reason=reason, wasted_prefill_tokens=wasted_tokens, **known)
 
     def _refused(self, request: PreparedRequest, seen: _Observed, refusal: tuple[int, str]) -> RequestOutcome:
         status_code, word = refusal
@@ -194,6 +207,11 @@ def _error_word(body: Mapping[str, object]) -> str:
         return ""
     words = (error.get(name) for name in ("reason", "code", "type"))
     return next((word for word in words if isinstance(word, str) and word), "")
+
+
+def _is_rejection(error: object) -> bool:
+    """An error event of a request that was refused after its stream had begun."""
+    return isinstance(error, dict) and ("rejection" in error or error.get("type") == "rate_limit_error")
 
 
 def _predicted_ttft_s(headers: httpx.Headers) -> float | None:

@@ -9,6 +9,7 @@ observed is None and stays out of every mean.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -115,3 +116,14 @@ def mooncake_tbt_s(gaps_s: Sequence[float]) -> float | None:
         return None
     longest = max(1, math.ceil(len(gaps_s) * LONGEST_GAPS_SHARE))
     return float(np.sort(np.asarray(gaps_s))[-longest:].mean())
+
+
+def load_max_over_mean(outcomes: Sequence[RequestOutcome]) -> float | None:
+    """Prompt tokens that the busiest prefill worker computed, over the mean of those that are named; None without names."""
+    computed: Counter[str] = Counter()
+    for outcome in outcomes:
+        if outcome.prefill_worker is not None and not outcome.warmup:
+            computed[outcome.prefill_worker] += outcome.input_tokens - (outcome.reused_tokens or 0)
+    if not computed.total():
+        return None
+    return max(computed.values()) * len(computed) / computed.total()

@@ -1,4 +1,4 @@
-"""Replay a trace: `replay_live` against an HTTP endpoint. Both kinds of replay hand back a `RunResult`.
+"""Replay a trace: `replay_live` against an HTTP endpoint, `replay_simulated` in virtual time. Both hand back a `RunResult`.
 
 Live replay is an open loop: a request leaves at `(timestamp - first timestamp) / speed`, whatever became of the ones before
 it. Prompts are prepared ahead of time in a thread, so that a burst does not wait for their making; what lag
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
@@ -24,16 +25,27 @@ from itertools import islice
 from conductor.core.types import SLO
 from traces.live_client import CompletionClient, PreparedRequest
 from traces.live_server import ask_endpoint, fitting_range, http_client
-from traces.outcomes import OutcomeStatus, Plain, RequestOutcome, RunMode, RunResult
+from traces.outcomes import OutcomeStatus, Plain, RequestOutcome, RunMode, RunResult, load_max_over_mean
 from traces.schema import TraceRequest
+from traces.simulator import simulate as replay_simulated
 from traces.synthesize import TokenRange, prompt_tokens, scaled
 
+__all__ = ["LiveOptions", "replay_live", "replay_simulated"]
+
 PREPARED_AHEAD = 64
+MS_PER_S = 1000
+CLASS_WORD = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # what a header can carry
+SESSION_WORD = re.compile(r"[!-~]{1,256}")
 
 
 @dataclass(frozen=True, slots=True)
 class LiveOptions:
-    """How to replay against an endpoint. `scale` shrinks lengths and blocks; `timeout_s` bounds one whole request."""
+    """How to replay against an endpoint.
+
+    `scale` shrinks lengths and blocks; `timeout_s` bounds one whole request. `send_slo` tells the objectives to the server, so
+    that its admission works with them. Session and traffic class of a request are always told; servers that do not know
+    the headers ignore them.
+    """
 
     url: str
     model: str | None = None
@@ -44,7 +56,8 @@ class LiveOptions:
     timeout_s: float = 600.0
     slo: SLO = field(default_factory=SLO)
     tokens: TokenRange = field(default_factory=TokenRange)
-    ignore_eos: bool = False
+    ignore_eos: bool = True
+    send_slo: bool = False
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -88,6 +101,7 @@ async def replay_live(
         duration_s=run.duration_s,
         wall_s=time.monotonic() - started_s,
         settings=_settings(options),
+        load_max_over_mean=load_max_over_mean(run.outcomes),
         interrupted=stop.is_set(),
     )
 
@@ -105,6 +119,7 @@ def _prepare(trace: Iterable[TraceRequest], options: LiveOptions) -> Iterator[Pr
             due_s=0.0 if origin_s is None else (request.timestamp_s - origin_s) / options.speed,
             input_tokens=request.input_tokens,
             body=_body(request, index, options),
+            headers=_hints(request, options),
             traffic_class=request.traffic_class,
             warmup=warmup,
         )
@@ -122,6 +137,20 @@ def _body(request: TraceRequest, index: int, options: LiveOptions) -> bytes:
     if options.ignore_eos:
         fields["ignore_eos"] = True
     return json.dumps(fields, separators=(",", ":")).encode()
+
+
+def _hints(request: TraceRequest, options: LiveOptions) -> dict[str, str]:
+    """Headers that tell Conductor's gateway what the trace knows."""
+    hints: dict[str, str] = {}
+    if request.session is not None and SESSION_WORD.fullmatch(request.session):
+        hints["x-conductor-session"] = request.session
+    if request.traffic_class is not None and CLASS_WORD.fullmatch(request.traffic_class):
+        hints["x-conductor-class"] = request.traffic_class
+    if options.send_slo and options.slo.ttft_s is not None:
+        hints["x-conductor-ttft-slo-ms"] = f"{options.slo.ttft_s * MS_PER_S:g}"
+    if options.send_slo and options.slo.tbt_s is not None:
+        hints["x-conductor-tbt-slo-ms"] = f"{options.slo.tbt_s * MS_PER_S:g}"
+    return hints
 
 
 class _LiveRun:
@@ -231,4 +260,5 @@ def _settings(options: LiveOptions) -> dict[str, Plain]:
         "token_low": options.tokens.low,
         "token_high": options.tokens.high,
         "ignore_eos": options.ignore_eos,
+        "send_slo": options.send_slo,
     }

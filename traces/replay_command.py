@@ -10,7 +10,7 @@ import asyncio
 import signal
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.progress import Progress
@@ -46,6 +46,7 @@ def run_replay(trace: Trace, options: LiveOptions, targets: ReportTargets) -> Ex
         raise fail(str(error)) from error
     except EndpointError as error:
         raise fail(str(error), ExitCode.UNREACHABLE) from error
+    run = replace(run, read_report=trace.report.as_json())
     summary = summarise(run)
     write_reports(run, summary, targets)
     _remark_on_lag(run)

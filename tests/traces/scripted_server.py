@@ -31,6 +31,9 @@ class Script:
     hang_lengths: frozenset[int] = frozenset()
     predicted_ttft_ms: str | None = "4.0"
     models: tuple[dict[str, Any], ...] = ({"id": "scripted", "object": "model", "vocab_size": 50_000},)
+    prefill_workers: tuple[str, ...] = ()
+    late_reject_lengths: frozenset[int] = frozenset()
+    headers: list[dict[str, str]] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     in_flight: int = 0
     most_in_flight: int = 0
@@ -47,6 +50,7 @@ def scripted_app(script: Script) -> FastAPI:
     async def completions(request: Request) -> Response:
         body = await request.json()
         script.bodies.append(body)
+        script.headers.append(dict(request.headers))
         length = len(body["prompt"])
         if length in script.reject_lengths:
             return _error(429, "ttft_slo")
@@ -55,6 +59,8 @@ def scripted_app(script: Script) -> FastAPI:
         if length in script.refuse_lengths:
             return Response("not JSON at all", status_code=400)
         headers = {} if script.predicted_ttft_ms is None else {"x-conductor-predicted-ttft-ms": script.predicted_ttft_ms}
+        if script.prefill_workers:
+            headers["x-conductor-prefill-worker"] = script.prefill_workers[len(script.bodies) % len(script.prefill_workers)]
         return StreamingResponse(_stream(script, body, length), media_type="text/event-stream", headers=headers)
 
     return app
@@ -70,6 +76,9 @@ async def _stream(script: Script, body: dict[str, Any], length: int) -> AsyncIte
             await asyncio.sleep(script.token_gap_s)
             last = index == body["max_tokens"] - 1
             yield _event({"choices": [{"index": 0, "text": "a", "finish_reason": "length" if last else None}]})
+            if length in script.late_reject_lengths:
+                yield _event({"error": {"message": "full", "code": "tbt_slo", "rejection": {"reason": "tbt_slo"}}})
+                break
             if length in script.cut_lengths:
                 return
             if length in script.error_lengths:
