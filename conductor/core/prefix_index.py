@@ -10,32 +10,30 @@ holder that does not promise closure (an engine that we do not own) is declared 
 Expected blocks (dispatched, not yet reported) are kept as whole chains from the root, apart from confirmed ones, and count as
 long as their chain stands: until it is confirmed, given up or expired (I11).
 
-Nothing pauses: the map is split into shards small enough to grow in a millisecond, keys and values are plain integers that
-the garbage collector does not visit, and a holder that is gone vanishes by one bit of `_live`, while its bits are
-swept out of the map a shard at a time by later calls.
+Nothing pauses: the map grows by small steps (`block_map.py`), and a holder that is gone vanishes by one bit of `_live`, while
+its bits are swept out of the map a piece at a time by later calls.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from conductor.core.block_map import BlockMap
 from conductor.core.expected_prefixes import ExpectedPrefixes
 from conductor.core.types import BlockHash, Holder, InvariantError
 
 IntArray = npt.NDArray[np.int32]
 
-SHARDS = 1 << 16
-SWEPT_AT_ONCE = 16
 FEW_BITS = 6
 CACHED_MASKS = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixMatch:
+class PrefixMatch(NamedTuple):
     """How many leading blocks of a prompt each slot has: confirmed or expected (`depths`), and confirmed alone."""
 
     depths: IntArray
@@ -54,17 +52,17 @@ class _Slot:
 
 
 class PrefixIndex:
-    def __init__(self, shards: int = SHARDS) -> None:
-        self._shards: list[dict[BlockHash, int]] = [{} for _ in range(shards)]
+    def __init__(self, blocks: BlockMap | None = None) -> None:
+        self._blocks = blocks or BlockMap()
         self._slots: dict[Holder, _Slot] = {}
         self._free_numbers: list[int] = []
-        self._numbers = np.zeros(0, dtype=np.int64)  # the slot number that each bit stands for
+        self._numbers: list[int] = []  # the slot number that each bit stands for
         self._free_bits: list[int] = []
         self._live = 0
         self._unclosed = 0
         self._expected = ExpectedPrefixes()
         self._positions: dict[int, npt.NDArray[np.int64]] = {}  # slot numbers of a mask, for masks that come up often
-        self._retired: dict[int, int] = {}  # bits being swept out, and how many shards still have to be visited
+        self._retired: dict[int, int] = {}  # bits being swept out, and how many pieces of the map are still to be visited
         self._cursor = 0
 
     # holders
@@ -99,14 +97,14 @@ class PrefixIndex:
 
     def holders(self, block: BlockHash) -> tuple[Holder, ...]:
         """Who has a block for certain, fastest tier first."""
-        mask = self._shard(block).get(block, 0) & self._live
+        mask = self._blocks.get(block) & self._live
         found = [holder for holder, slot in self._slots.items() if mask & slot.mask]
         return tuple(sorted(found, key=lambda holder: (holder.tier, holder.owner)))
 
     @property
     def num_blocks(self) -> int:
         """Blocks in the map, those of holders that are gone included until they are swept."""
-        return sum(map(len, self._shards))
+        return self._blocks.count
 
     def num_claims(self, holder: Holder) -> int:
         """How many blocks a holder has."""
@@ -120,15 +118,11 @@ class PrefixIndex:
         missing, and nothing is claimed."""
         slot = self._slots[holder]
         bit = slot.mask
-        if parent is not None and not self._shard(parent).get(parent, 0) & bit:
+        if parent is not None and not self._blocks.get(parent) & bit:
             return False
-        shards, count = self._shards, len(self._shards)
-        for block in blocks:
-            shard = shards[block % count]
-            mask = shard.get(block, 0)
-            if not mask & bit:
-                shard[block] = mask | bit if mask else bit
-                slot.claims += 1
+        add = self._blocks.add
+        slot.claims += sum([add(block, bit) for block in blocks])
+        self._blocks.grow(self._live)
         expected = self._expected.ends(slot.number)
         if expected:
             for block in [block for block in blocks if block in expected]:
@@ -141,16 +135,8 @@ class PrefixIndex:
         slot = self._slots.get(holder)
         if slot is None:
             return
-        bit, shards, count = slot.mask, self._shards, len(self._shards)
-        for block in blocks:
-            shard = shards[block % count]
-            mask = shard.get(block, 0)
-            if mask & bit:
-                slot.claims -= 1
-                if mask == bit:
-                    del shard[block]
-                else:
-                    shard[block] = mask ^ bit
+        discard, bit = self._blocks.discard, slot.mask
+        slot.claims -= sum([discard(block, bit) for block in blocks])
         self.sweep()
 
     def replace(self, holder: Holder, blocks: Sequence[BlockHash]) -> None:
@@ -165,7 +151,7 @@ class PrefixIndex:
     def expect(self, holder: Holder, blocks: Sequence[BlockHash], until_s: float) -> None:
         """Count the chain `blocks`, from the root on, as held until it is confirmed, given up, or `until_s` has passed."""
         slot = self._slots.get(holder)
-        if slot is not None and blocks and not self._shard(blocks[-1]).get(blocks[-1], 0) & slot.mask:
+        if slot is not None and blocks and not self._blocks.get(blocks[-1]) & slot.mask:
             self._expected.add(slot.number, blocks, until_s)
 
     def unexpect(self, holder: Holder, blocks: Sequence[BlockHash]) -> None:
@@ -194,7 +180,8 @@ class PrefixIndex:
 
     def _depths(self, hashes: Sequence[BlockHash]) -> IntArray:
         """Find the depths at which the bitmask shrinks: gallop ahead from the last one, then bisect."""
-        shards, count, total = self._shards, len(self._shards), len(hashes)
+        shards, high_bits, low_bits = self._blocks.shards, self._blocks.high, self._blocks.low
+        total, num_shards = len(hashes), len(shards)
         depths = np.zeros(len(self._slots) + len(self._free_numbers), dtype=np.int32)
         mask, depth = self._live, 0  # the slots in `mask` have the first `depth` blocks
         while mask and depth < total:
@@ -204,7 +191,10 @@ class PrefixIndex:
                 if probe >= high:
                     probe = high - 1
                 block = hashes[probe]
-                here = shards[block % count].get(block, 0) & mask
+                position = block & high_bits
+                if position >= num_shards:
+                    position &= low_bits
+                here = shards[position].get(block, 0) & mask
                 if here == mask:
                     low = probe + 1
                     step += step
@@ -222,16 +212,18 @@ class PrefixIndex:
         if mask.bit_count() > FEW_BITS:
             depths[self._slots_of(mask)] = depth
             return
+        numbers = self._numbers
         while mask:
             lowest = mask & -mask
-            depths[self._numbers[lowest.bit_length() - 1]] = depth
+            depths[numbers[lowest.bit_length() - 1]] = depth
             mask ^= lowest
 
     def _slots_of(self, mask: int) -> npt.NDArray[np.int64]:
         positions = self._positions.get(mask)
         if positions is None:
             octets = np.frombuffer(mask.to_bytes((len(self._numbers) + 7) // 8, "little"), dtype=np.uint8)
-            positions = self._numbers[np.flatnonzero(np.unpackbits(octets, bitorder="little"))]
+            bits = np.flatnonzero(np.unpackbits(octets, bitorder="little"))
+            positions = np.asarray(self._numbers, dtype=np.int64)[bits]
             if len(self._positions) >= CACHED_MASKS:
                 self._positions.clear()
             self._positions[mask] = positions
@@ -241,27 +233,20 @@ class PrefixIndex:
         """Walk the claims of slots that promise no closure block by block."""
         for slot in self._slots.values():
             if not slot.closed:
-                has = (self._shard(block).get(block, 0) & slot.mask for block in hashes)
+                has = (self._blocks.get(block) & slot.mask for block in hashes)
                 depths[slot.number] = next((depth for depth, held in enumerate(has) if not held), len(hashes))
 
     # upkeep
 
     def sweep(self) -> None:
-        """Take the bits of holders that are gone out of a few shards. Every change calls it."""
+        """Take the bits of holders that are gone out of the next piece of the map. Every change calls it."""
         if not self._retired:
             return
-        gone = sum(1 << bit for bit in self._retired)
-        for _ in range(min(SWEPT_AT_ONCE, len(self._shards))):
-            shard = self._shards[self._cursor]
-            for block, mask in [(block, mask) for block, mask in shard.items() if mask & gone]:
-                if mask & ~gone:
-                    shard[block] = mask & ~gone
-                else:
-                    del shard[block]
-            self._cursor = (self._cursor + 1) % len(self._shards)
+        self._blocks.sweep(self._cursor, self._live)
+        self._cursor = (self._cursor + 1) % len(self._blocks.shards)
         for bit in list(self._retired):
-            self._retired[bit] -= SWEPT_AT_ONCE
-            if self._retired[bit] <= 0:
+            self._retired[bit] -= 1
+            if self._retired[bit] == 0:
                 del self._retired[bit]
                 self._free_bits.append(bit)
 
@@ -272,7 +257,7 @@ class PrefixIndex:
             raise InvariantError(f"I8: live bits {self._live:b} are not those of the holders, {live:b}")
         claims = dict.fromkeys(self._slots, 0)
         known = live | sum(1 << bit for bit in self._retired)
-        for shard in self._shards:
+        for shard in self._blocks.shards:
             for block, mask in shard.items():
                 if not mask or mask & ~known:
                     raise InvariantError(f"I8: block {block:x} is claimed by nobody known: {mask:b}")
@@ -283,13 +268,10 @@ class PrefixIndex:
             raise InvariantError(f"claims {claims} differ from those counted, {counted}")
         self._expected.check()
 
-    def _shard(self, block: BlockHash) -> dict[BlockHash, int]:
-        return self._shards[block % len(self._shards)]
-
     def _assign_bit(self, slot: _Slot) -> None:
         slot.bit = self._free_bits.pop() if self._free_bits else len(self._numbers)
         if slot.bit == len(self._numbers):
-            self._numbers = np.append(self._numbers, 0)
+            self._numbers.append(0)
         self._numbers[slot.bit] = slot.number
         self._positions.clear()
         slot.mask, slot.claims = 1 << slot.bit, 0
@@ -302,4 +284,4 @@ class PrefixIndex:
     def _retire(self, slot: _Slot) -> None:
         """Let every confirmed claim vanish at once; the bit is swept out of the map and only then used again."""
         self._live &= ~slot.mask
-        self._retired[slot.bit] = len(self._shards)
+        self._retired[slot.bit] = len(self._blocks.shards)

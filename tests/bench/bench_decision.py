@@ -1,8 +1,8 @@
 """What one scheduling decision costs, and the prefix index by itself and beside Dynamo's.
 
 Decision: `RequestArrived` in, commands out, on 64 prefill + 64 decode workers with a million blocks indexed; every request is
-ended again outside of the clock. Run `python -m tests.bench decision`; set CONDUCTOR_PEER_PYTHON to an interpreter with
-`ai-dynamo-runtime` for the comparison.
+ended again outside of the clock. Times are those of the one thread that works, so that other processes do not count. Run
+`python -m tests.bench decision`; set CONDUCTOR_PEER_PYTHON to an interpreter with `ai-dynamo-runtime` for the comparison.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ def decision_times_us(scheduler: Scheduler, prompts: Sequence[Sequence[int]], st
         now += 0.01
         request = Request(f"r{now:.2f}", 64 * len(hashes) + 17, tuple(hashes), max_output_tokens=200)
         event = RequestArrived(request)
-        started = time.perf_counter()
+        started = time.thread_time()
         commands = scheduler.handle(event, now)
-        times.append(1e6 * (time.perf_counter() - started))
+        times.append(1e6 * (time.thread_time() - started))
         assert commands, "an arrival on a lightly loaded cluster is decided at once"
         in_flight.append(request.id)
         if len(in_flight) > 32:
@@ -108,21 +108,18 @@ def built_index(blocks: int) -> PrefixIndex:
     return index
 
 
-def match_us(blocks: int, count: int) -> tuple[float, int]:
+def match_us(index: PrefixIndex, queries: Sequence[Sequence[int]]) -> tuple[float, int]:
     """Median time of a match and a checksum of all that was matched."""
-    index, times, checksum = built_index(blocks), [], 0
-    for query in index_workload.queries(blocks, count):
-        started = time.perf_counter()
+    times, checksum = [], 0
+    for query in queries:
+        started = time.thread_time()
         depths = index.match(query).depths
-        times.append(time.perf_counter() - started)
+        times.append(time.thread_time() - started)
         checksum += int(depths.sum())
     return 1e6 * statistics.median(times), checksum
 
 
-def peer_match_us(blocks: int, count: int) -> tuple[float, int] | None:
-    python = os.environ.get(PEER_PYTHON)
-    if python is None:
-        return None
+def peer_match_us(python: str, blocks: int, count: int) -> tuple[float, int]:
     script = Path(__file__).with_name("peer_dynamo_index.py")
     done = subprocess.run([python, str(script), str(blocks), str(count)], capture_output=True, text=True, check=True)
     result = json.loads(done.stdout)
@@ -152,9 +149,9 @@ def measure_memory_and_pauses(blocks: int) -> dict[str, float]:
     before, kept = resident_bytes(), []
 
     def timed(call: object, *arguments: object) -> None:
-        started = time.perf_counter()
+        started = time.thread_time()
         call(*arguments)  # type: ignore[operator]
-        pauses.append(time.perf_counter() - started)
+        pauses.append(time.thread_time() - started)
 
     for number, chain in enumerate(single_holder_chains(blocks)):
         timed(index.store, holders[number % len(holders)], None, chain)
@@ -184,14 +181,22 @@ def in_child(blocks: int) -> dict[str, float]:
     return {name: float(value) for name, value in json.loads(done.stdout).items()}
 
 
-def peer_figure() -> Figure:
-    ours_us, checksum = match_us(BLOCKS, QUERIES)
-    peer = peer_match_us(BLOCKS, QUERIES)
-    if peer is None:
+def peer_figure(rounds: int = 3) -> Figure:
+    """Both sides in turn, several times; the best of each counts, since everything that disturbs makes it slower."""
+    index, queries = built_index(BLOCKS), index_workload.queries(BLOCKS, QUERIES)
+    python = os.environ.get(PEER_PYTHON)
+    ours, theirs = [], []
+    for _ in range(rounds):
+        ours.append(match_us(index, queries))
+        if python is not None:
+            theirs.append(peer_match_us(python, BLOCKS, QUERIES))
+    ours_us = min(ours)[0]
+    if not theirs:
         note = f"peer not measured: set {PEER_PYTHON} to a Python with ai-dynamo-runtime; ours {ours_us:.1f} us"
         return Figure("match_vs_dynamo", None, "ratio", ">= 1", None, note)
-    assert peer[1] == checksum, f"the peer matched {peer[1]} blocks, we {checksum}"
-    return at_least("match_vs_dynamo", peer[0] / ours_us, 1.0, "ratio", f"theirs {peer[0]:.1f} us, ours {ours_us:.1f} us")
+    assert theirs[0][1] == ours[0][1], f"the peer matched {theirs[0][1]} blocks, we {ours[0][1]}"
+    theirs_us = min(theirs)[0]
+    return at_least("match_vs_dynamo", theirs_us / ours_us, 1.0, "ratio", f"theirs {theirs_us:.1f} us, ours {ours_us:.1f} us")
 
 
 def run() -> Report:

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from conductor.core.block_map import BlockMap
 from conductor.core.prefix_index import PrefixIndex
 from conductor.core.types import Holder, InvariantError, Tier
 
@@ -24,7 +25,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = PrefixIndex(shards=4)
+        self.index = PrefixIndex(BlockMap(fill=5))
         self.held: dict[Holder, set[int]] = {}
         self.expected: dict[Holder, list[tuple[tuple[int, ...], float]]] = {}
         self.index.add(UNCLOSED, closed=False)
@@ -146,7 +147,7 @@ def test_many_slots_are_matched_at_once() -> None:
 
 def test_a_discarded_holder_is_forgotten_at_once_and_swept_later() -> None:
     """Nothing claims the last replica's blocks after it is gone (I8); the memory comes back with later calls."""
-    index = PrefixIndex(shards=8)
+    index = PrefixIndex(BlockMap(fill=2))
     gone, stays = HOLDERS[:2]
     index.add(gone)
     index.add(stays)
@@ -164,7 +165,7 @@ def test_a_discarded_holder_is_forgotten_at_once_and_swept_later() -> None:
 @pytest.mark.parametrize("damage", ["claims", "live", "expected", "stray"])
 def test_check_notices_damage(damage: str) -> None:
     """`check` is able to fail."""
-    index = PrefixIndex(shards=2)
+    index = PrefixIndex()
     index.add(HOLDERS[0])
     index.store(HOLDERS[0], None, CHAINS[0])
     if damage == "claims":
@@ -175,6 +176,6 @@ def test_check_notices_damage(damage: str) -> None:
         index.expect(HOLDERS[0], CHAINS[1], 1.0)
         index._expected._roots.clear()
     else:
-        index._shards[0][77] = 1 << 30
+        index._blocks.add(77, 1 << 30)
     with pytest.raises(InvariantError):
         index.check()
