@@ -54,9 +54,11 @@ def main() -> None:
     """Entry point. Mounts the trace commands unless a command of this module is named."""
     own = {"serve", "config", "model", "explain", "verify", "profile", "doctor", "--version"}
     if not own & set(sys.argv[1:2]):
-        from traces.commands import register
+        from conductor.flight_log import recording
+        from traces import commands, sim_commands
 
-        register(app)
+        commands.register(app)
+        sim_commands.register(app, recording)
     app()
 
 

@@ -12,7 +12,9 @@ the beginning of a run: a log whose first segment is gone is refused.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TextIO, TypeVar
@@ -123,6 +125,17 @@ class FlightLogWriter:
     @staticmethod
     def _write(file: TextIO, line: dict[str, Any]) -> int:
         return file.write(json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n")
+
+
+@contextmanager
+def recording(path: Path, scheduler_config: Any) -> Iterator[Callable[[float, Event, Sequence[Command]], None]]:
+    """A flight log in one segment for the time of a block; yields what records one call of `handle`."""
+    path.unlink(missing_ok=True)
+    writer = FlightLogWriter(path, scheduler_config, segment_bytes=sys.maxsize, max_segments=1)
+    try:
+        yield writer.append
+    finally:
+        writer.close()
 
 
 def segment_path(path: Path, segment: int) -> Path:

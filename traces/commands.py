@@ -8,12 +8,18 @@ from typing import Annotated
 import typer
 
 from conductor.core.types import SLO
-from traces.console import fail
+from traces.console import bad_input, remark_on_reading
 from traces.formats import FORMATS, Trace, open_trace
+from traces.generate import WORKLOADS, generate
 from traces.replay import LiveOptions
 from traces.replay_command import ReportTargets, run_replay
-from traces.schema import TraceError
+from traces.reuse import EVICTION_RANKS
+from traces.schema import MOONCAKE_BLOCK_TOKENS
+from traces.stats import DEFAULT_CAPACITIES_BLOCKS, StatsOptions
 from traces.synthesize import TokenRange
+from traces.trace_commands import run_fetch, run_stats, run_write
+
+DEFAULT_CAPACITIES = ",".join(str(blocks) for blocks in DEFAULT_CAPACITIES_BLOCKS)
 
 trace_app = typer.Typer(help="Look at, make, convert and fetch traces.", no_args_is_help=True)
 
@@ -34,14 +40,70 @@ def register(app: typer.Typer) -> None:
     app.command("replay")(replay)
 
 
+@trace_app.command()
+def stats(
+    trace: TracePath,
+    capacity: Annotated[str, typer.Option(metavar="N,N,...", help="Cache capacities in blocks.")] = DEFAULT_CAPACITIES,
+    policies: Annotated[bool, typer.Option(help="Also LFU and length-aware eviction, at each capacity.")] = True,
+    loss: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of hits that the retention window may lose.")] = 0.01,
+    format_name: FormatName = None,
+    strict: Strict = False,
+    limit: Limit = None,
+    block_tokens: BlockTokens = None,
+    json_target: JsonTarget = None,
+) -> None:
+    """Lengths, arrivals, ideal hit ratio, exact LRU curve, reuse times."""
+    source = opened(trace, format_name, strict=strict, limit=limit, block_tokens=block_tokens)
+    with bad_input():
+        options = StatsOptions(_capacities(capacity), tuple(EVICTION_RANKS) if policies else (), loss)
+        run_stats(source, options, json_target)
+
+
+@trace_app.command("generate")
+def generate_trace(
+    workload: Annotated[str, typer.Argument(help=f"One of {', '.join(WORKLOADS)}.")],
+    output: Annotated[Path, typer.Argument(help="File to write, Mooncake JSONL; .gz or .zst compresses.")],
+    requests: Annotated[int | None, typer.Option(min=1, help="How many; as many as published unless given.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same trace.")] = 0,
+) -> None:
+    """Make a trace that looks like a published one."""
+    with bad_input():
+        run_write(generate(workload, requests, seed), output, MOONCAKE_BLOCK_TOKENS)
+
+
+@trace_app.command()
+def convert(
+    trace: TracePath,
+    output: Annotated[Path, typer.Argument(help="File to write, Mooncake JSONL; .gz or .zst compresses.")],
+    to_block_tokens: Annotated[int, typer.Option(min=1, help="Block of the result: a multiple of the source's.")] = 512,
+    format_name: FormatName = None,
+    strict: Strict = False,
+    limit: Limit = None,
+    block_tokens: BlockTokens = None,
+) -> None:
+    """Rewrite a trace of any known format as Mooncake JSONL."""
+    source = opened(trace, format_name, strict=strict, limit=limit, block_tokens=block_tokens)
+    with bad_input():
+        run_write(source, output, to_block_tokens)
+    remark_on_reading(source.report)
+
+
+@trace_app.command("fetch")
+def fetch_trace(
+    url: Annotated[str, typer.Argument(help="Public http or https address.")],
+    output: Annotated[Path | None, typer.Argument(help="File to write, else the address's last part.")] = None,
+    sha256: Annotated[str | None, typer.Option(help="Checksum that the content must have.")] = None,
+) -> None:
+    """Download a trace; an interrupted download goes on where it stopped."""
+    run_fetch(url, output, sha256)
+
+
 def opened(
     path: Path, format_name: str | None, *, strict: bool, limit: int | None = None, block_tokens: int | None = None
 ) -> Trace:
     """The trace, or a line of error and the end of the command."""
-    try:
+    with bad_input():
         return open_trace(path, format_name=format_name, strict=strict, limit=limit, block_tokens=block_tokens)
-    except TraceError as error:
-        raise fail(str(error)) from error
 
 
 def replay(
@@ -67,7 +129,7 @@ def replay(
 ) -> None:
     """Replay a trace against an OpenAI-compatible endpoint, open loop, and report TTFT, TBT, hits and rejections."""
     source = opened(trace, format_name, strict=strict, limit=limit, block_tokens=block_tokens)
-    try:
+    with bad_input():
         options = LiveOptions(
             url=url,
             model=model,
@@ -81,9 +143,14 @@ def replay(
             ignore_eos=ignore_eos,
             headers={} if api_key is None else {"authorization": f"Bearer {api_key}"},
         )
-    except ValueError as error:
-        raise fail(str(error)) from error
     raise typer.Exit(run_replay(source, options, ReportTargets(json_target, html)))
+
+
+def _capacities(text: str) -> tuple[int, ...]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise ValueError(f"--capacity is {text!r}; allowed: whole numbers above 0 with commas between them")
+    return tuple(int(word) for word in words)
 
 
 def _token_range(text: str) -> TokenRange:

@@ -38,6 +38,17 @@ def fail(message: str, code: ExitCode = ExitCode.BAD_INPUT) -> typer.Exit:
     return typer.Exit(code)
 
 
+@contextmanager
+def bad_input() -> Iterator[None]:
+    """Turn the errors that input can cause (TraceError and other ValueErrors, unwritable files) into a line and exit code 2."""
+    try:
+        yield
+    except ValueError as error:
+        raise fail(str(error)) from error
+    except OSError as error:
+        raise fail(f"{error.filename}: {error.strerror}") from error
+
+
 def escape_markup(text: str) -> str:
     return text.replace("[", "\\[")
 

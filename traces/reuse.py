@@ -22,14 +22,25 @@ from sortedcontainers import SortedList
 from traces.schema import TraceRequest
 
 MAX_DISTINCT_BLOCKS = 4_000_000  # about 1 GiB of bookkeeping
-Rank: TypeAlias = tuple[int, int, int]
-RankOf: TypeAlias = Callable[[int, int, int], Rank]
+TICK_BITS = 48
+POSITION_BITS = 32
+LAST_POSITION = (1 << POSITION_BITS) - 1
+RankOf: TypeAlias = Callable[[int, int, int], int]
 
-# Rank of a block from its uses while cached, its position in the prompt and the time of its last use; the lowest goes first.
-EVICTION_RANKS: Mapping[str, RankOf] = {
-    "lfu": lambda uses, position, tick: (uses, tick, 0),
-    "length_aware": lambda uses, position, tick: (uses, -position, tick),
-}
+
+def lfu_rank(uses: int, position: int, tick: int) -> int:
+    """Least used while cached, then least recently used."""
+    return uses << TICK_BITS | tick
+
+
+def length_aware_rank(uses: int, position: int, tick: int) -> int:
+    """Least used while cached, then latest in its prompt, then least recently used."""
+    return (uses << POSITION_BITS | LAST_POSITION - position) << TICK_BITS | tick
+
+
+# Rank of a block from its uses while cached, its position in the prompt and the time of its last use; the lowest goes
+# first. Every use raises a block's rank.
+EVICTION_RANKS: Mapping[str, RankOf] = {"lfu": lfu_rank, "length_aware": length_aware_rank}
 
 
 class TooManyBlocks(ValueError):
@@ -111,14 +122,18 @@ class ReuseAnalysis:
 
 
 class RankedCache:
-    """A pool of `capacity_blocks` that evicts the block of the lowest rank; counts the hits of a trace."""
+    """A pool of `capacity_blocks` that evicts the block of the lowest rank; counts the hits of a trace.
+
+    The heap holds each block once, at a rank that it had: since ranks only rise, a stale entry is put back where it belongs
+    when it comes up.
+    """
 
     def __init__(self, capacity_blocks: int, rank: RankOf) -> None:
         self._capacity_blocks = capacity_blocks
         self._rank_of = rank
-        self._rank: dict[int, Rank] = {}
+        self._rank: dict[int, int] = {}
         self._uses: dict[int, int] = {}
-        self._heap: list[tuple[Rank, int]] = []
+        self._heap: list[tuple[int, int]] = []
         self._tick = 0
         self.blocks = 0
         self.hit_blocks = 0
@@ -128,29 +143,29 @@ class RankedCache:
         return self.hit_blocks / self.blocks if self.blocks else 0.0
 
     def add(self, request: TraceRequest) -> None:
-        unbroken = True
+        ranks, all_uses, rank_of = self._rank, self._uses, self._rank_of
+        hit_blocks = 0
         for position, block in enumerate(request.hash_ids):
-            held = block in self._rank
-            unbroken = unbroken and held
-            self.hit_blocks += unbroken
-            if not held and len(self._rank) >= self._capacity_blocks:
-                self._evict()
-            self._use(block, position)
+            self._tick += 1
+            uses = all_uses.get(block, 0) + 1
+            rank = rank_of(uses, position, self._tick)
+            if uses > 1:
+                hit_blocks += hit_blocks == position
+            else:
+                if len(ranks) >= self._capacity_blocks:
+                    self._evict()
+                heapq.heappush(self._heap, (rank, block))
+            all_uses[block] = uses
+            ranks[block] = rank
+        self.hit_blocks += hit_blocks
         self.blocks += len(request.hash_ids)
-
-    def _use(self, block: int, position: int) -> None:
-        self._tick += 1
-        self._uses[block] = self._uses.get(block, 0) + 1
-        rank = self._rank_of(self._uses[block], position, self._tick)
-        self._rank[block] = rank
-        heapq.heappush(self._heap, (rank, block))
-        if len(self._heap) > 2 * len(self._rank) + 1024:
-            self._heap = [(rank, block) for block, rank in self._rank.items()]
-            heapq.heapify(self._heap)
 
     def _evict(self) -> None:
         while True:
-            rank, block = heapq.heappop(self._heap)
-            if self._rank.get(block) == rank:
+            rank, block = self._heap[0]
+            held = self._rank[block]
+            if held == rank:
+                heapq.heappop(self._heap)
                 del self._rank[block], self._uses[block]
                 return
+            heapq.heapreplace(self._heap, (held, block))

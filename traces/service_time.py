@@ -43,7 +43,8 @@ class FlopsPrefill:
     """Equation 1's floating-point operations over what the accelerators reach.
 
     `attention_efficiency` may exceed 1: the equation counts the whole square of the sequence, a causal kernel half of it. The
-    efficiency of the linear part rises with a step's tokens as `x / (x + half_efficiency_tokens)`.
+    efficiency of the linear part rises with a step's tokens as `x / (x + half_efficiency_tokens)`, and kernels work on whole
+    tiles of `tile_tokens`.
     """
 
     layers: int
@@ -54,6 +55,7 @@ class FlopsPrefill:
     linear_efficiency: float
     attention_efficiency: float
     half_efficiency_tokens: float
+    tile_tokens: int
     launch_s: float
 
     def step_s(self, chunks: Sequence[Chunk]) -> float:
@@ -62,7 +64,9 @@ class FlopsPrefill:
         for start, count in chunks:
             tokens += count
             squares += (2 * start + count) * count
-        linear_flops = self.layers * self.linear_factor * self.hidden**2 * (tokens + self.half_efficiency_tokens)
+        linear_flops = (
+            self.layers * self.linear_factor * self.hidden**2 * (_tiled(tokens, self.tile_tokens) + self.half_efficiency_tokens)
+        )
         attention_flops = self.layers * self.attention_factor * self.hidden * squares
         busy = linear_flops / self.linear_efficiency + attention_flops / self.attention_efficiency
         return self.launch_s + busy / self.peak_flops
@@ -70,17 +74,21 @@ class FlopsPrefill:
 
 @dataclass(frozen=True, slots=True)
 class QuadraticPrefill:
-    """`base + per_token * x + per_pair * sum((start + x)^2 - start^2)`: the form measured on a machine of one's own."""
+    """`base + per_token * x + per_token2 * sum((start + x)^2 - start^2)`, as measured on a machine of one's own; `x` counts
+    whole tiles of `tile_tokens`."""
 
     base_s: float
     per_token_s: float
     per_token2_s: float
+    tile_tokens: int
 
     def step_s(self, chunks: Sequence[Chunk]) -> float:
-        total = self.base_s
+        tokens = 0
+        squares = 0
         for start, count in chunks:
-            total += (self.per_token_s + self.per_token2_s * (2 * start + count)) * count
-        return total
+            tokens += count
+            squares += (2 * start + count) * count
+        return self.base_s + self.per_token_s * _tiled(tokens, self.tile_tokens) + self.per_token2_s * squares
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,3 +148,8 @@ class ServiceTime:
 
     prefill: PrefillTime
     decode: DecodeTime
+
+
+def _tiled(tokens: int, tile_tokens: int) -> int:
+    """`tokens` rounded up to whole tiles."""
+    return -(-tokens // tile_tokens) * tile_tokens

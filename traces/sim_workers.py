@@ -8,7 +8,7 @@ what can never fit, and report.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from conductor.core.commands import (
     Cancel,
@@ -32,29 +32,18 @@ from conductor.core.events import (
     WorkerLost,
 )
 from conductor.core.types import FinishReason, Placement, Request, Role, Tier, WorkerId, WorkerSpec
-from traces.clusters.profile import ClusterProfile, FirstTokenFrom, Handover
+from traces.clusters.profile import ClusterProfile, FirstTokenFrom, Handover, LowerTier
 from traces.service_time import ServiceTime
 from traces.sim.cache import BlockCache
+from traces.sim.coupled import CoupledDecode
 from traces.sim.decode import DecodeEngine, DecodeHooks
 from traces.sim.job import Job, RequestRecord
 from traces.sim.links import Link, Network
-from traces.sim.loop import EventLoop
+from traces.sim.loop import At, EventLoop
 from traces.sim.prefill import EngineLimits, PrefillEngine, PrefillHooks
 from traces.sim.reporter import Reporter
 from traces.sim.transfers import BlockMover
-
-
-@dataclass(slots=True)
-class SimWorker:
-    """One worker during one life."""
-
-    spec: WorkerSpec
-    reporter: Reporter
-    cache: BlockCache
-    incoming: Link
-    outgoing: Link
-    prefill: PrefillEngine | None = None
-    decode: DecodeEngine | None = None
+from traces.sim.worker import SimWorker, TierStore
 
 
 class SimCluster:
@@ -68,6 +57,7 @@ class SimCluster:
         deliver: Callable[[Event], None],
         *,
         event_lag_s: float = 0.0,
+        seed: int = 0,
     ) -> None:
         self.workers: dict[WorkerId, SimWorker] = {}
         self.network = Network(loop, latency_s=profile.network.latency_s, contention=profile.network.contention)
@@ -78,8 +68,11 @@ class SimCluster:
         self._records = records
         self._deliver = deliver
         self._event_lag_s = event_lag_s
+        self._seed = seed
         self._orders = 0
-        self._mover = BlockMover(loop, self.network, profile, self.workers)
+        self._parents: dict[int, int | None] = {}
+        self._shared = self._tier_store("shared", "shared") if "shared" in profile.tiers else None
+        self._mover = BlockMover(loop, self.network, profile, self.workers, deliver, self._parent_of)
         self._handlers: dict[type, Callable[..., None]] = {
             StartPrefill: self._start_prefill,
             StartDecode: self._start_decode,
@@ -99,45 +92,78 @@ class SimCluster:
         """A worker comes to life with an empty cache and says so."""
         reporter = Reporter(self._loop, spec.id, epoch, self._deliver, lag_s=self._event_lag_s)
         speed = self._profile.network.nic_bytes_per_s
-        worker = SimWorker(
-            spec,
-            reporter,
-            BlockCache(self._profile.device_blocks),
-            Link(f"{spec.id}:in", speed),
-            Link(f"{spec.id}:out", speed),
-        )
-        if spec.role is Role.PREFILL:
+        pool = BlockCache(self._profile.device_blocks)
+        worker = SimWorker(spec, reporter, pool, Link(f"{spec.id}:in", speed), Link(f"{spec.id}:out", speed))
+        if spec.role is not Role.DECODE:
+            worker.tiers = self._tiers(spec.node)
+        if spec.role is Role.COUPLED:
+            worker.decode = coupled = self._coupled_decode()
+            worker.prefill = self._prefill_engine(worker, coupled)
+        elif spec.role is Role.PREFILL:
             worker.prefill = self._prefill_engine(worker)
         else:
             worker.decode = self._decode_engine()
         self.workers[spec.id] = worker
         self._deliver(WorkerJoined(spec, epoch))
+        if self._shared is not None and len(self._shared) and worker.tiers:
+            worker.snapshot()
 
     def lose(self, worker_id: WorkerId) -> None:
-        """A node dies: its queues, its cache and every transfer from or to it are gone."""
+        """A node dies: its queues, its caches and every transfer from or to it are gone."""
         worker = self.workers.pop(worker_id)
-        lost = [] if worker.prefill is None else worker.prefill.kill()
-        lost += [] if worker.decode is None else worker.decode.kill()
+        if worker.prefill is not None:
+            worker.prefill.kill()
+        if worker.decode is not None:
+            worker.decode.kill()
         for job in self.jobs.values():
-            if job in lost or worker_id not in (job.placement.prefill, job.decode_id):
-                continue
-            self._abandon(job)
-        self._mover.forget(worker_id)
+            if job.flow is not None and worker_id in (job.placement.prefill, job.decode_id):
+                self._stop_handover(job)
+        self._mover.forget(worker)
         self._deliver(WorkerLost(worker_id, worker.reporter.epoch))
 
-    def _prefill_engine(self, worker: SimWorker) -> PrefillEngine:
-        limits = EngineLimits(self._profile.step_tokens, self._profile.block_tokens, self._profile.max_batch)
-        hooks = PrefillHooks(self._prefill_started, self._prefilled, self._refused)
+    def _tiers(self, node: str) -> dict[Tier, TierStore]:
+        """Lower tiers of one node; the shared one is the cluster's."""
+        own: tuple[tuple[Tier, LowerTier], ...] = ((Tier.HOST, "host"), (Tier.DISK, "disk"))
+        tiers = {tier: self._tier_store(name, f"{node}:{name}") for tier, name in own if name in self._profile.tiers}
+        if self._shared is not None:
+            tiers[Tier.SHARED] = self._shared
+        return tiers
+
+    def _tier_store(self, name: LowerTier, link: str) -> TierStore:
+        values = self._profile.tiers[name]
+        return TierStore(values.blocks, Link(link, values.bytes_per_s))
+
+    def _prefill_engine(self, worker: SimWorker, coupled: CoupledDecode | None = None) -> PrefillEngine:
+        profile = self._profile
+        limits = EngineLimits(
+            profile.step_tokens,
+            profile.block_tokens,
+            profile.max_batch,
+            reuse_blocks=profile.reuse_blocks,
+            chunked=profile.chunked_prefill,
+            hold_output=coupled is not None,
+            step_variation=profile.step_variation,
+            seed=self._seed,
+        )
+        gate = None if coupled is None else coupled.lend
+        hooks = PrefillHooks(self._prefill_started, self._prefilled, self._refused, gate)
         return PrefillEngine(self._loop, worker.reporter, worker.cache, self._truth.prefill, limits, hooks)
 
+    def _decode_hooks(self) -> DecodeHooks:
+        return DecodeHooks(self._room_reserved, self._first_token, self._end, self._refused_by_decode)
+
     def _decode_engine(self) -> DecodeEngine:
-        hooks = DecodeHooks(self._room_reserved, self._first_token, self._decoded, self._refused)
-        return DecodeEngine(
+        room, batch = self._profile.capacity_tokens, self._profile.max_batch
+        return DecodeEngine(self._loop, self._truth.decode, self._decode_hooks(), capacity_tokens=room, max_batch=batch)
+
+    def _coupled_decode(self) -> CoupledDecode:
+        return CoupledDecode(
             self._loop,
             self._truth.decode,
-            hooks,
+            self._decode_hooks(),
             capacity_tokens=self._profile.capacity_tokens,
             max_batch=self._profile.max_batch,
+            mixed_steps=self._profile.chunked_prefill,
         )
 
     def _start_prefill(self, command: StartPrefill) -> None:
@@ -175,11 +201,9 @@ class SimCluster:
 
     def _cancel(self, command: Cancel) -> None:
         job = self.jobs.get(command.request_id)
-        if job is None or job.request.attempt != command.attempt:
-            return
-        del self.jobs[command.request_id]
-        self._abandon(job)
-        self._deliver(RequestFinished(job.request.id, command.attempt, 0, FinishReason.CANCELLED))
+        if job is not None and job.request.attempt == command.attempt:
+            del self.jobs[command.request_id]
+            self._abandon(job)
 
     def _resume(self, command: ResumeRequest) -> None:
         record = self._records[command.request_id]
@@ -191,21 +215,20 @@ class SimCluster:
             attempt=command.attempt + 1,
             prompt_tokens=record.request.prompt_tokens + emitted - known,
             emitted_tokens=emitted,
-            max_output_tokens=record.request.max_output_tokens,
         )
         self._deliver(RequestResumed(record.request))
 
     def _snapshot(self, command: RequestSnapshot) -> None:
         worker = self.workers.get(command.source)
         if worker is not None:
-            worker.reporter.snapshot({Tier.DEVICE: worker.cache.contents()})
+            worker.snapshot()
 
     def _abandon(self, job: Job) -> None:
         """Free what the job holds on the workers that live."""
         job.cancelled = True
         if job.flow is not None:
-            self.network.stop(job.flow)
-            job.flow = None
+            self._stop_handover(job)
+        self._mover.abort(job)
         prefill = self.workers.get(job.placement.prefill)
         if prefill is not None and prefill.prefill is not None:
             prefill.prefill.cancel(job)
@@ -213,53 +236,83 @@ class SimCluster:
         if decode is not None and decode.decode is not None:
             decode.decode.cancel(job)
 
+    def _stop_handover(self, job: Job) -> None:
+        assert job.flow is not None
+        self.network.stop(job.flow)
+        job.flow = None
+
     def _prefill_started(self, job: Job) -> None:
-        if self._profile.handover is Handover.STREAMED and job.decode_id is not None:
-            job.handover_start_s = self._loop.now
+        """With streamed hand-over the KV starts to travel with the prompt's first step."""
+        target = None if job.decode_id is None else self.workers.get(job.decode_id)
+        if self._profile.handover is Handover.STREAMED and target is not None and job.decode_id != job.placement.prefill:
+            self._send_kv(job, self.workers[job.placement.prefill], target)
 
     def _prefilled(self, job: Job) -> None:
-        if self._profile.first_token is FirstTokenFrom.PREFILL:
-            self._first_token_from_prefill(job)
+        self.workers[job.placement.prefill].write_through(job.request.block_hashes)
+        if self._profile.first_token is FirstTokenFrom.PREFILL or job.decode_id == job.placement.prefill:
+            job.first_token_s = self._loop.now
+            self._first_token(job)
             if job.output_tokens == 1:
-                self._end_at_prefill(job)
+                self._end(job)
                 return
         if job.decode_id is not None:
             self._hand_over(job)
 
-    def _first_token_from_prefill(self, job: Job) -> None:
-        job.first_token_s = self._loop.now
-        self._first_token(job)
-
-    def _end_at_prefill(self, job: Job) -> None:
-        self._release_prefill(job)
-        self._end(job)
-
     def _hand_over(self, job: Job) -> None:
-        worker = None if job.decode_id is None else self.workers.get(job.decode_id)
-        if worker is not None and worker.decode is not None:
+        """The prompt is complete and its decode worker known."""
+        assert job.decode_id is not None
+        worker = self.workers.get(job.decode_id)
+        if worker is None or worker.decode is None:
+            message = f"decode worker {job.decode_id} is gone"
+            self._deliver(RequestFailed(job.request.id, job.request.attempt, job.decode_id, message))
+        elif isinstance(worker.decode, CoupledDecode):
+            worker.decode.enter(job)
+        else:
             worker.decode.offer(job)
 
     def _room_reserved(self, job: Job) -> None:
-        source, target = self.workers.get(job.placement.prefill), self._decode_worker(job)
-        if source is None:
-            return
+        """The decode worker has room: send the KV, or wait for the rest of a stream that began with the prompt."""
+        source = self.workers.get(job.placement.prefill)
+        if job.kv_arrived_s is not None:
+            last_group_s = self._last_group_s(job)
+            self._loop.at(self._loop.now + last_group_s, At.COMPLETION, self._kv_complete, job)
+        elif job.flow is None and source is not None:
+            self._send_kv(job, source, self._decode_worker(job))
+
+    def _last_group_s(self, job: Job) -> float:
+        """The last layers' KV of the last chunk leaves when the last step ends."""
+        chunk = min(job.prompt_tokens - job.reused_tokens, self._profile.step_tokens)
+        size_bytes = chunk * self._profile.kv_bytes_per_token / self._profile.layer_groups
+        return self._profile.network.latency_s + size_bytes / self._profile.network.nic_bytes_per_s
+
+    def _send_kv(self, job: Job, source: SimWorker, target: SimWorker) -> None:
         job.handover_start_s = self._loop.now
-        size = job.prompt_tokens * self._profile.kv_bytes_per_token
-        job.flow = self.network.start("handover", (source.outgoing, target.incoming), size, self._kv_arrived, job)
+        size_bytes = job.prompt_tokens * self._profile.kv_bytes_per_token
+        job.flow = self.network.start("handover", (source.outgoing, target.incoming), size_bytes, self._kv_arrived, job)
 
     def _kv_arrived(self, job: Job) -> None:
         job.flow = None
+        job.kv_arrived_s = self._loop.now
+        if job.done_tokens == job.prompt_tokens:
+            self._kv_complete(job)
+
+    def _kv_complete(self, job: Job) -> None:
+        """The decode worker holds the whole prompt's KV, and has room for it."""
+        worker = self.workers.get(self._decode_id(job))
+        if job.cancelled or worker is None or worker.decode is None or not worker.decode.expects(job):
+            return
         self._release_prefill(job)
-        size = job.prompt_tokens * self._profile.kv_bytes_per_token
+        size_bytes = job.prompt_tokens * self._profile.kv_bytes_per_token
         duration_s = self._loop.now - job.handover_start_s
-        worker = self._decode_worker(job)
-        worker.reporter.emit(HandoverFinished(job.request.id, job.request.attempt, size, duration_s))
-        assert worker.decode is not None
+        worker.reporter.emit(HandoverFinished(job.request.id, job.request.attempt, size_bytes, duration_s))
         worker.decode.join(job)
 
-    def _decode_worker(self, job: Job) -> SimWorker:
+    def _decode_id(self, job: Job) -> WorkerId:
         assert job.decode_id is not None
-        return self.workers[job.decode_id]
+        return job.decode_id
+
+    def _decode_worker(self, job: Job) -> SimWorker:
+        return self.workers[self._decode_id(job)]
 
     def _release_prefill(self, job: Job) -> None:
         worker = self.workers.get(job.placement.prefill)
@@ -268,22 +321,30 @@ class SimCluster:
 
     def _first_token(self, job: Job) -> None:
         record = job.record
+        record.emitted_tokens = max(record.emitted_tokens, job.request.emitted_tokens + 1)
         if record.first_token_s is None:
             record.first_token_s = self._loop.now
         self._deliver(FirstToken(job.request.id, job.request.attempt))
 
-    def _decoded(self, job: Job) -> None:
-        self._end(job)
-
     def _end(self, job: Job) -> None:
+        """The last token is out."""
+        self._release_prefill(job)
         record = job.record
         record.emitted_tokens = record.output_tokens
-        record.finished_s = record.last_token_s = self._loop.now
+        record.finished_s = self._loop.now
         del self.jobs[job.request.id]
         self._deliver(RequestFinished(job.request.id, job.request.attempt, record.output_tokens, FinishReason.LENGTH))
 
     def _refused(self, job: Job, reason: str) -> None:
-        self.jobs.pop(job.request.id, None)
-        self._release_prefill(job)
-        job.record.failure = reason
         self._deliver(RequestFailed(job.request.id, job.request.attempt, job.placement.prefill, reason))
+
+    def _refused_by_decode(self, job: Job, reason: str) -> None:
+        self._deliver(RequestFailed(job.request.id, job.request.attempt, self._decode_id(job), reason))
+
+    def _parent_of(self) -> Mapping[int, int | None]:
+        """The block before each block of the trace: a block's identity is its whole prefix, so it has one parent."""
+        if not self._parents:
+            for record in self._records.values():
+                blocks = record.request.block_hashes
+                self._parents.update(zip(blocks, (None, *blocks[:-1]), strict=True))
+        return self._parents

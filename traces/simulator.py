@@ -44,6 +44,7 @@ class SimulationOptions:
     cluster: ClusterProfile
     prefill_workers: int = 8
     decode_workers: int = 8
+    coupled_workers: int = 0
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speed: float = 1.0
     event_lag_s: float = 0.0
@@ -54,9 +55,12 @@ class SimulationOptions:
             raise ValueError(f"speed is {self.speed}; allowed: a number above 0")
         if self.event_lag_s < 0:
             raise ValueError(f"event_lag_s is {self.event_lag_s}; allowed: a number of at least 0")
-        for name in ("prefill_workers", "decode_workers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; allowed: an integer of at least 1")
+        for name in ("prefill_workers", "decode_workers", "coupled_workers"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; allowed: an integer of at least 0")
+        for work, workers in (("prefill", self.prefill_workers), ("decode", self.decode_workers)):
+            if workers + self.coupled_workers < 1:
+                raise ValueError(f"no worker to {work}; allowed: at least one {work} or coupled worker")
 
 
 def simulate(
@@ -157,7 +161,11 @@ class Simulation:
 def worker_specs(options: SimulationOptions) -> list[WorkerSpec]:
     """What the workers of a cluster say of themselves; each stands on a node of its own."""
     profile = fit_cost_profile(options.cluster)
-    pools = ((Role.PREFILL, options.prefill_workers), (Role.DECODE, options.decode_workers))
+    pools = (
+        (Role.PREFILL, options.prefill_workers),
+        (Role.DECODE, options.decode_workers),
+        (Role.COUPLED, options.coupled_workers),
+    )
     return [
         WorkerSpec(
             id=f"{role}-{number:03d}",

@@ -22,6 +22,7 @@ from conductor.gateway.generation import Run
 from conductor.gateway.settings import GatewaySettings
 
 JSON = "application/json"
+WATCH_AFTER_S = 0.02
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 
 
@@ -45,27 +46,49 @@ async def answer(work: Answer, receive: Receive, send: Send) -> None:
 
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` to its end, or cancel it as soon as the client disconnects."""
-    task = asyncio.current_task()
-    assert task is not None
-    gone = over = False
-
-    def on_disconnect(done: asyncio.Future[None]) -> None:
-        nonlocal gone
-        if not over and not done.cancelled():
-            gone = True
-            task.cancel()
-
-    watcher = asyncio.ensure_future(_disconnected(receive))
-    watcher.add_done_callback(on_disconnect)
+    """Run `work` to its end, or cancel it when the client disconnects."""
+    watch = DisconnectWatch(receive)
     try:
         await work
     except asyncio.CancelledError:
-        if not gone or task.uncancel() > 0:
+        if not watch.took_back_cancellation():
             raise
     finally:
-        over = True
-        watcher.cancel()
+        watch.stop()
+
+
+class DisconnectWatch:
+    """Cancels the task that made it when the client disconnects.
+
+    It begins to listen after `WATCH_AFTER_S`: short requests, refusals above all, end before and are spared the cost.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._task = asyncio.current_task()
+        self._listener: asyncio.Future[None] | None = None
+        self._timer = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self._listen)
+        self._stopped = False
+        self._cancelled = False
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._timer.cancel()
+        if self._listener is not None:
+            self._listener.cancel()
+
+    def took_back_cancellation(self) -> bool:
+        """True when the cancellation that has just arrived is this watch's, and nobody else's; it is then undone."""
+        return self._cancelled and self._task is not None and self._task.uncancel() == 0
+
+    def _listen(self) -> None:
+        self._listener = asyncio.ensure_future(_disconnected(self._receive))
+        self._listener.add_done_callback(self._on_disconnect)
+
+    def _on_disconnect(self, listener: asyncio.Future[None]) -> None:
+        if not self._stopped and not listener.cancelled() and self._task is not None:
+            self._cancelled = True
+            self._task.cancel()
 
 
 async def _disconnected(receive: Receive) -> None:

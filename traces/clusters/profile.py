@@ -6,7 +6,7 @@ from __future__ import annotations
 from enum import StrEnum
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -22,6 +22,7 @@ from traces.service_time import (
 
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
+LowerTier: TypeAlias = Literal["host", "disk", "shared"]
 
 
 class ClusterError(ValueError):
@@ -59,9 +60,10 @@ class QuadraticValues(_Values):
     base_s: NotNegative
     per_token_s: Positive
     per_token2_s: NotNegative
+    tile_tokens: Annotated[int, Field(gt=0)]
 
     def truth(self) -> PrefillTime:
-        return QuadraticPrefill(self.base_s, self.per_token_s, self.per_token2_s)
+        return QuadraticPrefill(self.base_s, self.per_token_s, self.per_token2_s, self.tile_tokens)
 
 
 class FlopsValues(_Values):
@@ -74,6 +76,7 @@ class FlopsValues(_Values):
     linear_efficiency: Positive
     attention_efficiency: Positive
     half_efficiency_tokens: NotNegative
+    tile_tokens: Annotated[int, Field(gt=0)]
     launch_s: NotNegative
 
     def truth(self) -> PrefillTime:
@@ -118,7 +121,7 @@ class TierValues(_Values):
 
 
 class ClusterProfile(_Values):
-    """Hardware truth of one kind of node."""
+    """Hardware truth of one kind of node. `step_variation` is the standard deviation of a prefill step's duration, relative."""
 
     description: str
     gpus_per_worker: Annotated[int, Field(gt=0)]
@@ -130,7 +133,10 @@ class ClusterProfile(_Values):
     prefill: Annotated[StepPolynomialValues | QuadraticValues | FlopsValues, Field(discriminator="form")]
     decode: Annotated[LinearDecodeValues | ShareDecodeValues, Field(discriminator="form")]
     network: NetworkValues
-    tiers: dict[Literal["host", "disk", "shared"], TierValues] = {}
+    tiers: dict[LowerTier, TierValues] = {}
+    step_variation: Annotated[float, Field(ge=0, le=0.5)] = 0.0
+    chunked_prefill: bool = True
+    reuse_blocks: bool = True
     layer_groups: Annotated[int, Field(gt=0)] = 8
     handover: Handover
     first_token: FirstTokenFrom

@@ -95,10 +95,13 @@ class BlockCache:
     def demote(self, blocks: Sequence[int], parent_of: Mapping[int, int | None]) -> None:
         """Make those of `blocks` that are unpinned, with all that lies on top of them, the first to be evicted. O(held)."""
         parents = {parent_of[block] for block in self._refs}
+        leaves_first = []
         for block in reversed(blocks):
             if block in self._idle and block not in parents:
-                self._idle.move_to_end(block, last=False)
+                leaves_first.append(block)
                 parents.discard(parent_of[block])
+        for block in reversed(leaves_first):
+            self._idle.move_to_end(block, last=False)
 
     def _evict(self) -> list[int]:
         refs, idle = self._refs, self._idle

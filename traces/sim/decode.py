@@ -21,14 +21,26 @@ from traces.sim.loop import At, EventLoop
 
 
 class Pace(NamedTuple):
-    """Steps of one unchanging batch, as a request's gaps between tokens see them."""
+    """Steps of one unchanging batch, as a request's gaps between tokens see them: each longer than the last by `drift_s`."""
 
     steps: int
     seconds: float
+    drift_s: float = 0.0
 
     @property
     def mean_s(self) -> float:
         return self.seconds / self.steps
+
+    @property
+    def first_s(self) -> float:
+        return self.mean_s - self.drift_s * (self.steps - 1) / 2
+
+    def last_s(self, steps: int) -> float:
+        """Seconds of the last `steps` steps together."""
+        return steps * (self.mean_s + self.drift_s * (self.steps - steps) / 2)
+
+    def without_first(self) -> Pace:
+        return Pace(self.steps - 1, self.seconds - self.first_s, self.drift_s)
 
 
 class DecodeHooks(NamedTuple):
@@ -54,6 +66,7 @@ class DecodeEngine:
         self._max_batch = max_batch
         self._admitted = 0
         self._reserving: deque[Job] = deque()
+        self._expected: dict[int, Job] = {}
         self._joining: list[Job] = []
         self._leaving: list[Job] = []
         self._active: list[tuple[int, int, Job]] = []
@@ -77,8 +90,13 @@ class DecodeEngine:
 
     def join(self, job: Job) -> None:
         """The job's KV is here: decode from the next boundary on."""
+        del self._expected[job.order]
         self._joining.append(job)
         self._plan_begin()
+
+    def expects(self, job: Job) -> bool:
+        """Room is reserved for the job and its KV is awaited."""
+        return job.order in self._expected
 
     def cancel(self, job: Job) -> None:
         """Leave at the next boundary; what has not joined leaves at once."""
@@ -88,13 +106,10 @@ class DecodeEngine:
         elif job in self._joining:
             self._joining.remove(job)
             self._free(job)
+        elif self._expected.pop(job.order, None) is not None:
+            self._free(job)
         elif any(job is active for _, _, active in self._active):
             self._leaving.append(job)
-            self._plan_begin()
-
-    def release(self, job: Job) -> None:
-        """Give back the room of a job that was reserved for but will not join."""
-        self._free(job)
         self._plan_begin()
 
     def kill(self) -> list[Job]:
@@ -107,8 +122,9 @@ class DecodeEngine:
         self._version += 1
         active = [job for _, _, job in self._active]
         for job in active:
-            job.record.emitted_tokens += max(0, self._step - job.first_step)
-        return [*active, *self._joining, *self._reserving]
+            from_prefill = job.join_wait_s is not None
+            job.record.emitted_tokens = job.request.emitted_tokens + self._step - job.first_step + from_prefill
+        return [*active, *self._joining, *self._expected.values(), *self._reserving]
 
     def load(self) -> WorkerLoad:
         return WorkerLoad(decode_batch=self.batch, decode_context_tokens=self.context_tokens)
@@ -123,9 +139,7 @@ class DecodeEngine:
 
     def _plan_begin(self) -> None:
         """Plan the next boundary at which sequences may join."""
-        if self._dead or self._begin_version == self._version:
-            return
-        if not (self._joining or self._leaving or self._can_reserve()):
+        if self._dead or self._begin_version == self._version or not self._wants_boundary():
             return
         steps = 0
         if self.batch:
@@ -137,6 +151,13 @@ class DecodeEngine:
         self._begin_version = self._version
         boundary_s = self._step_start_s + self._run.elapsed_s(steps)
         self._loop.at(max(boundary_s, self._loop.now), At.STEP_BEGIN, self._begin, self._version, steps)
+
+    def _lend_out(self) -> bool:
+        """Whether somebody else takes the accelerator at this boundary."""
+        return False
+
+    def _wants_boundary(self) -> bool:
+        return bool(self._joining or self._leaving) or self._can_reserve()
 
     def _can_reserve(self) -> bool:
         if not self._reserving or self._admitted >= self._max_batch:
@@ -154,20 +175,25 @@ class DecodeEngine:
         joined, self._joining = self._joining, []
         for job in joined:
             self._add(job)
-        self._restart()
+        self._restart(runs=not self._lend_out())
         for job in joined:
-            self._plan_first_token(job)
+            if job.join_wait_s is None:
+                self._loop.at(self._loop.now + self._run.first_s, At.COMPLETION, self._first_token, job)
         while self._can_reserve():
             job = self._reserving.popleft()
             self.reserved_tokens += self._need(job)
             self._admitted += 1
+            self._expected[job.order] = job
             self._hooks.reserved(job)
         self._plan_begin()
 
     def _add(self, job: Job) -> None:
         job.context_tokens = job.prompt_tokens
         job.first_step = self._step
-        job.last_step = self._step + job.output_tokens - (job.first_token_s is not None)
+        job.last_step = self._step + job.output_tokens
+        if job.first_token_s is not None:
+            job.join_wait_s = self._loop.now - job.first_token_s
+            job.last_step -= 1
         job.joined_run = self._dropped_paces + len(self._paces)
         self.batch += 1
         self.context_tokens += job.context_tokens
@@ -183,32 +209,24 @@ class DecodeEngine:
         self.context_tokens -= job.context_tokens + self._step - job.first_step
         self._free(job)
 
-    def _plan_first_token(self, job: Job) -> None:
-        end_s = self._loop.now + self._run.first_s
-        if job.first_token_s is None:
-            self._loop.at(end_s, At.COMPLETION, self._first_token, job)
-        else:
-            job.handover_done_s = end_s
-
     def _first_token(self, job: Job) -> None:
         if not (job.cancelled or self._dead):
-            job.first_token_s = job.handover_done_s = self._loop.now
             self._hooks.first_token(job)
 
     def _advance(self, steps: int) -> None:
         """Let `steps` steps of the current batch pass."""
         if steps and self.batch:
             elapsed_s = self._run.elapsed_s(steps)
-            self._paces.append(Pace(steps, elapsed_s))
+            self._paces.append(Pace(steps, elapsed_s, self._run.linear_s + self._run.quadratic_s * steps))
             self._step += steps
             self._step_start_s += elapsed_s
             self.context_tokens += steps * self.batch
 
-    def _restart(self) -> None:
+    def _restart(self, *, runs: bool = True) -> None:
         """A batch has changed: its steps take other times, and another sequence may be the first to end."""
         self._version += 1
         self._run = self._time.run(self.batch, self.context_tokens)
-        if not self._active:
+        if not (self._active and runs):
             return
         steps = self._active[0][0] - self._step
         end_s = max(self._loop.now, self._step_start_s + self._run.elapsed_s(steps))
@@ -218,6 +236,10 @@ class DecodeEngine:
         if version != self._version:
             return
         self._advance(steps)
+        self._end_due()
+
+    def _end_due(self) -> None:
+        """Sequences whose last token the latest step made leave the batch."""
         done = []
         while self._active and self._active[0][0] == self._step:
             job = heapq.heappop(self._active)[2]
@@ -240,21 +262,21 @@ class DecodeEngine:
         total_s = 0.0
         for gap in sorted(gaps, key=_mean_s, reverse=True):
             steps = min(left, gap.steps)
-            total_s += steps * gap.mean_s
+            total_s += gap.last_s(steps)
             left -= steps
             if left == 0:
                 break
         return total_s / longest
 
     def _gaps(self, job: Job) -> list[Pace]:
-        """The first step makes the first token, or the second one when prefill made the first: then the hand-over is a gap."""
+        """The job's steps; the first one makes the first token, unless prefill made that: then the hand-over lengthens it."""
         paces = self._paces[job.joined_run - self._dropped_paces :]
         if not paces:
             return []
-        first = paces[0]
-        paces[0] = Pace(first.steps - 1, first.seconds - first.seconds / first.steps)
-        if job.first_token_s is not None and job.handover_done_s > job.first_token_s:
-            paces.append(Pace(1, job.handover_done_s - job.first_token_s))
+        first_s = paces[0].first_s
+        paces[0] = paces[0].without_first()
+        if job.join_wait_s is not None:
+            paces.append(Pace(1, first_s + job.join_wait_s))
         return [pace for pace in paces if pace.steps]
 
     def _forget_paces(self) -> None:

@@ -19,9 +19,7 @@ class RequestRecord:
     placement: Placement | None = None
     rejection: Rejection | None = None
     failure: str | None = None
-    cancelled: bool = False
     first_token_s: float | None = None
-    last_token_s: float | None = None
     finished_s: float | None = None
     emitted_tokens: int = 0
     reused_tokens: int = 0
@@ -34,7 +32,8 @@ class Job:
     """One attempt on its way through the engines.
 
     `done_tokens` are computed or reused; `pinned` is the number of the prompt's blocks that the prefill worker keeps for it;
-    `private_blocks` is its room there without identity.
+    `private_blocks` is its room there without identity. `join_wait_s` is how long after its first token, made by prefill, it
+    joined a decode batch; None when decode makes the first token.
     """
 
     __slots__ = (
@@ -43,13 +42,13 @@ class Job:
         "context_tokens",
         "decode_id",
         "done_tokens",
-        "fetched_blocks",
         "first_step",
         "first_token_s",
         "flow",
-        "handover_done_s",
         "handover_start_s",
+        "join_wait_s",
         "joined_run",
+        "kv_arrived_s",
         "last_step",
         "order",
         "output_tokens",
@@ -73,7 +72,6 @@ class Job:
         self.output_tokens = record.output_tokens - request.emitted_tokens
         self.done_tokens = 0
         self.reused_tokens = 0
-        self.fetched_blocks = 0
         self.pinned = 0
         self.private_blocks = 0
         self.reserved_blocks = 0
@@ -84,6 +82,7 @@ class Job:
         self.joined_run = 0
         self.first_token_s: float | None = None
         self.handover_start_s = 0.0
-        self.handover_done_s = 0.0
+        self.kv_arrived_s: float | None = None
+        self.join_wait_s: float | None = None
         self.flow: Flow | None = None
         self.cancelled = False

@@ -28,10 +28,10 @@ class EventLoop:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._heap: list[tuple[float, int, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._heap: list[tuple[float, int, int, Callable[..., object], tuple[Any, ...]]] = []
         self._sequence = 0
 
-    def at(self, time_s: float, order: At, action: Callable[..., None], *args: Any) -> None:
+    def at(self, time_s: float, order: At, action: Callable[..., object], *args: Any) -> None:
         """Plan `action(*args)`. Raises ValueError for a time that has passed."""
         if time_s < self.now:
             raise ValueError(f"time {time_s} lies before the present {self.now}")

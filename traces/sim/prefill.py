@@ -9,8 +9,9 @@ computes it on, since a step's attention sees the KV that the same step writes. 
 from __future__ import annotations
 
 import bisect
+import random
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from conductor.core.events import PrefillFinished, PrefillStarted
 from conductor.core.types import Tier, WorkerLoad
@@ -19,6 +20,9 @@ from traces.sim.cache import BlockCache
 from traces.sim.job import Job
 from traces.sim.loop import At, EventLoop
 from traces.sim.reporter import Reporter
+
+StepStart: TypeAlias = Callable[[int, float], float]
+"""Begins a step beside a number of decoding sequences that add some seconds to it; answers with its whole duration."""
 
 
 class Slice(NamedTuple):
@@ -30,20 +34,27 @@ class Slice(NamedTuple):
 
 
 class EngineLimits(NamedTuple):
-    """Bounds of one engine step."""
+    """Bounds of an engine. Without `chunked` a prompt is computed in one step however long it is; `hold_output` sets room
+    aside for a request's output too, as an engine that also decodes must."""
 
     step_tokens: int
     block_tokens: int
     max_batch: int
     reuse_blocks: bool = True
+    chunked: bool = True
+    hold_output: bool = False
+    step_variation: float = 0.0
+    seed: int = 0
 
 
 class PrefillHooks(NamedTuple):
-    """Called by the engine: a prompt enters its first step, is complete, or can never fit."""
+    """Called by the engine: a prompt enters its first step, is complete, or can never fit. `gate`, where there is one, is asked
+    for the next step and answers by calling back at a moment when the accelerator is free."""
 
     started: Callable[[Job], None]
     finished: Callable[[Job], None]
     refused: Callable[[Job, str], None]
+    gate: Callable[[StepStart], None] | None = None
 
 
 class PrefillEngine:
@@ -71,6 +82,7 @@ class PrefillEngine:
         self._stepping = False
         self._begin_planned = False
         self._dead = False
+        self._chance = random.Random(f"{limits.seed}:{reporter.source}:{reporter.epoch}")
 
     def submit(self, job: Job) -> None:
         """Queue a job whose fetched prefix (if any) lies in the cache. Earlier placements keep their turn."""
@@ -86,14 +98,15 @@ class PrefillEngine:
         self._wake()
 
     def cancel(self, job: Job) -> None:
-        """Forget a queued job at once, a running one when its step ends."""
+        """Forget a queued or complete job at once, one in the middle of a step when that ends."""
         job.cancelled = True
         if job in self._waiting:
             self._waiting.remove(job)
-            self.release(job)
-        elif job in self._running and not self._stepping:
+        elif job in self._running:
+            if self._stepping:
+                return
             self._running.remove(job)
-            self.release(job)
+        self.release(job)
 
     def kill(self) -> list[Job]:
         """The node is gone. Returns the jobs that it had."""
@@ -105,24 +118,29 @@ class PrefillEngine:
         return WorkerLoad(len(self._waiting), queued, free_blocks=self.cache.free_blocks)
 
     def _wake(self) -> None:
-        if not (self._stepping or self._begin_planned or self._dead) and (self._running or self._waiting):
-            self._begin_planned = True
-            self._loop.at(self._loop.now, At.STEP_BEGIN, self._begin)
+        if self._stepping or self._begin_planned or self._dead or not (self._running or self._waiting):
+            return
+        self._begin_planned = True
+        if self._hooks.gate is None:
+            self._loop.at(self._loop.now, At.STEP_BEGIN, self._begin, 0, 0.0)
+        else:
+            self._hooks.gate(self._begin)
 
-    def _begin(self) -> None:
+    def _begin(self, decoding: int, decode_s: float) -> float:
+        """Begin a step beside `decoding` sequences that lengthen it by `decode_s`. Returns its duration, 0 if there is none."""
         self._begin_planned = False
-        if self._dead:
-            return
-        step = self._plan_step()
+        step = [] if self._dead else self._plan_step(max(1, self._limits.step_tokens - decoding))
         if not step:
-            return
+            return 0.0
         self._stepping = True
-        duration_s = self._time.step_s([(job.done_tokens, tokens) for job, tokens, _ in step])
+        duration_s = self._time.step_s([(job.done_tokens, tokens) for job, tokens, _ in step]) + decode_s
+        if self._limits.step_variation:
+            duration_s *= max(0.5, self._chance.gauss(1.0, self._limits.step_variation))
         self.busy_s += duration_s
         self._loop.at(self._loop.now + duration_s, At.COMPLETION, self._end, step, duration_s)
+        return duration_s
 
-    def _plan_step(self) -> list[Slice]:
-        left = self._limits.step_tokens
+    def _plan_step(self, left: int) -> list[Slice]:
         step: list[Slice] = []
         evicted: list[int] = []
         for job in self._running:
@@ -131,18 +149,21 @@ class PrefillEngine:
             job = self._waiting[0]
             if not self._admit(job, evicted):
                 break
-            left -= self._take(job, left, step, evicted)
+            if self._running and self._running[-1] is job:
+                left -= self._take(job, left, step, evicted)
         if evicted:
             self._reporter.removed(Tier.DEVICE, evicted)
         return step
 
     def _take(self, job: Job, left: int, step: list[Slice], evicted: list[int]) -> int:
         """Give the job its part of a step that has `left` tokens, and room for the blocks that it fills."""
-        tokens = min(left, job.prompt_tokens - job.done_tokens)
-        if tokens <= 0:
+        tokens = job.prompt_tokens - job.done_tokens
+        if self._limits.chunked:
+            tokens = min(left, tokens)
+        if tokens <= 0 or left <= 0:
             return 0
         added: list[int] = []
-        filled = (job.done_tokens + tokens) // self._limits.block_tokens
+        filled = min((job.done_tokens + tokens) // self._limits.block_tokens, len(job.request.block_hashes))
         if self._limits.reuse_blocks and filled > job.pinned:
             added, removed = self.cache.store(job.request.block_hashes[job.pinned : filled])
             evicted += removed
@@ -153,15 +174,16 @@ class PrefillEngine:
         return tokens
 
     def _admit(self, job: Job, evicted: list[int]) -> bool:
-        """Move the first waiting job to the running ones if the pool has room for its whole prompt."""
-        whole_blocks = -(-job.prompt_tokens // self._limits.block_tokens)
-        if whole_blocks > self.cache.free_blocks + job.pinned - self._reserved_blocks:
-            if whole_blocks <= self.cache.capacity_blocks:
-                return False
+        """Move the first waiting job to the running ones. False when the pool has no room for it yet."""
+        held_tokens = job.prompt_tokens + (job.output_tokens if self._limits.hold_output else 0)
+        whole_blocks = -(-held_tokens // self._limits.block_tokens)
+        if whole_blocks > self.cache.capacity_blocks:
             del self._waiting[0]
-            reason = f"prompt of {whole_blocks} blocks; the pool of {self._reporter.source} has {self.cache.capacity_blocks}"
-            self._hooks.refused(job, reason)
+            pool = f"the pool of {self._reporter.source} has {self.cache.capacity_blocks}"
+            self._hooks.refused(job, f"request of {whole_blocks} blocks; {pool}")
             return True
+        if whole_blocks > self.cache.free_blocks + job.pinned - self._reserved_blocks:
+            return False
         del self._waiting[0]
         self._running.append(job)
         self._reuse(job)
@@ -195,6 +217,9 @@ class PrefillEngine:
             return
         self._stepping = False
         tokens_total = sum(part.tokens for part in step)
+        for job in [job for job in self._running if job.cancelled]:
+            self._running.remove(job)
+            self.release(job)
         for job, tokens, added in step:
             before = job.done_tokens // self._limits.block_tokens
             job.done_tokens += tokens
@@ -202,7 +227,7 @@ class PrefillEngine:
             job.compute_s += duration_s * tokens / tokens_total
             if added:
                 self._report_stored(job, added, before)
-            if job.cancelled or job.done_tokens == job.prompt_tokens:
+            if not job.cancelled and job.done_tokens == job.prompt_tokens:
                 self._running.remove(job)
                 self._complete(job)
         self._wake()
@@ -213,9 +238,6 @@ class PrefillEngine:
         self._reporter.stored(Tier.DEVICE, parent, added)
 
     def _complete(self, job: Job) -> None:
-        if job.cancelled:
-            self.release(job)
-            return
         job.record.reused_tokens = job.reused_tokens
         self._reporter.emit(
             PrefillFinished(job.request.id, job.request.attempt, self._reporter.source, job.reused_tokens, job.compute_s)

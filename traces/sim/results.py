@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from conductor.core.types import Request
 from traces.outcomes import OutcomeStatus, RequestOutcome, RunMode, RunResult
 from traces.sim.job import RequestRecord
 
@@ -15,20 +14,21 @@ if TYPE_CHECKING:
 def collect(name: str, simulation: Simulation) -> RunResult:
     """The result of a finished simulation. Holds no real time, so that equal runs give equal bytes."""
     options = simulation.options
-    workers = options.prefill_workers + options.decode_workers
+    workers = options.prefill_workers + options.decode_workers + options.coupled_workers
     outcomes = tuple(outcome_of(record) for record in simulation.records.values())
     return RunResult(
         mode=RunMode.SIMULATED,
         trace=name,
         slo=options.scheduler.slo,
         outcomes=outcomes,
-        duration_s=simulation.loop.now,
+        duration_s=max((_last_moment_s(record) for record in simulation.records.values()), default=0.0),
         wall_s=None,
         settings={
             "policy": options.scheduler.policy,
             "admission": options.scheduler.admission,
             "prefill_workers": options.prefill_workers,
             "decode_workers": options.decode_workers,
+            "coupled_workers": options.coupled_workers,
             "speed": options.speed,
             "seed": options.scheduler.seed,
             "event_lag_s": options.event_lag_s,
@@ -60,12 +60,12 @@ def outcome_of(record: RequestRecord) -> RequestOutcome:
         wasted_prefill_tokens=0 if completed else record.computed_tokens,
         prefill_worker=None if placement is None else placement.prefill,
         decode_worker=None if placement is None else placement.decode,
-        traffic_class=_traffic_class(request),
+        traffic_class=request.traffic_class,
     )
 
 
-def _traffic_class(request: Request) -> str:
-    return request.traffic_class
+def _last_moment_s(record: RequestRecord) -> float:
+    return record.arrival_s if record.finished_s is None else record.finished_s
 
 
 def _status(record: RequestRecord) -> OutcomeStatus:
