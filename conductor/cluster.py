@@ -12,7 +12,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,7 +136,7 @@ def _plan(config: Config, role: Role, number: int, actor_class: type) -> WorkerP
 
 
 class Cluster:
-    """Ray, the Conductor and the workers of one deployment. Use on one event loop: `start`, then `stop` whatever happened."""
+    """Ray, the Conductor and the workers of one deployment: `connect`, `start`, and `stop` whatever happened."""
 
     def __init__(self, config: Config, plans: list[WorkerPlan], progress: Progress = lambda line: None) -> None:
         self.config = config
@@ -146,7 +146,7 @@ class Cluster:
         self._handles: dict[WorkerId, Any] = {}
         self._specs: dict[WorkerId, WorkerSpec] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self._owns_ray = False
+        self._connected = False
 
     def handle(self, worker_id: WorkerId) -> Any:
         """The actor handle of a worker's current life. Raises KeyError for an unknown worker."""
@@ -159,13 +159,16 @@ class Cluster:
             raise ClusterError("the cluster has not been started")
         return self._conductor
 
+    def connect(self) -> None:
+        """Start or join Ray; blocks. In the main thread only, and Ray takes the signal handlers. Raises `ClusterError`."""
+        address = self.config.cluster.address
+        self._progress("starting Ray" if address is None else f"joining Ray at {address}")
+        threads = self.config.workers.threads
+        connect(self.config.cluster, self._cpus_needed(), actor_environment(threads))
+        self._connected = True
+
     async def start(self) -> None:
-        """Return when every worker has joined. Raises `ClusterError`."""
-        self._progress(
-            "starting Ray" if self.config.cluster.address is None else f"joining Ray at {self.config.cluster.address}"
-        )
-        await asyncio.to_thread(connect, self.config.cluster, self._cpus_needed())
-        self._owns_ray = True
+        """After `connect`: return when every worker has joined. Raises `ClusterError`."""
         self._progress(f"starting the Conductor and {len(self._plans)} workers")
         self._conductor = self._create_conductor()
         self._handles = {plan.id: self._create_worker(plan) for plan in self._plans}
@@ -178,7 +181,7 @@ class Cluster:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if not self._owns_ray:
+        if not self._connected:
             return
         import ray
 
@@ -187,8 +190,8 @@ class Cluster:
                 ray.kill(handle)
             if self._conductor is not None:
                 ray.kill(self._conductor)
-        await asyncio.to_thread(ray.shutdown)
-        self._owns_ray = False
+        ray.shutdown()
+        self._connected = False
 
     # --- actors -------------------------------------------------------------------------------------------------------
 
@@ -208,9 +211,10 @@ class Cluster:
     def _create_worker(self, plan: WorkerPlan) -> Any:
         import ray
 
-        environment = {"OMP_NUM_THREADS": str(plan.threads), "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
         options = self._life() | {"num_cpus": plan.threads, "max_concurrency": WORKER_CONCURRENCY, "max_restarts": 0}
-        options |= {"scheduling_strategy": "SPREAD", "runtime_env": {"env_vars": environment}}
+        options |= {"scheduling_strategy": "SPREAD"}
+        if self.config.cluster.address is not None:  # a local Ray has inherited it, which spares a slow set-up
+            options |= {"runtime_env": {"env_vars": actor_environment(plan.threads)}}
         return ray.remote(plan.actor_class).options(**options).remote(plan.config)
 
     def _life(self) -> dict[str, Any]:
@@ -292,12 +296,17 @@ def _kill(handle: Any) -> None:
     ray.kill(handle)
 
 
-def connect(section: ClusterSection, num_cpus: int) -> None:
-    """Start a local Ray, or join the one at `section.address`. Raises `ClusterError`."""
+def actor_environment(threads: int) -> dict[str, str]:
+    """What every actor process finds in its environment."""
+    return {"OMP_NUM_THREADS": str(threads), "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
+
+
+def connect(section: ClusterSection, num_cpus: int, environment: Mapping[str, str]) -> None:
+    """Start a local Ray, whose processes inherit `environment`, or join the one at `section.address`. Raises `ClusterError`."""
+    os.environ.update(environment)
     os.environ["RAY_AUTH_MODE"] = section.auth_mode
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # actors without a GPU see the devices that there are
-    os.environ["RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"] = "1"
     import ray
 
     options: dict[str, Any] = {"namespace": section.namespace, "log_to_driver": False, "logging_level": logging.WARNING}

@@ -137,6 +137,10 @@ class _Signals:
     def __init__(self) -> None:
         self.server: Server | None = None
         self._task = asyncio.current_task()
+        self.install()
+
+    def install(self) -> None:
+        """Take the signals; again after anything else has taken them, as Ray does."""
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._received, number)
 
@@ -153,6 +157,9 @@ async def _serve(config: Config, prepared: Prepared, listener: socket.socket, pr
     async with AsyncExitStack() as stack:
         cluster = Cluster(config, plan_workers(config), progress)
         stack.push_async_callback(cluster.stop)
+        cluster.connect()
+        signals.install()
+        await asyncio.sleep(0)  # a signal that came meanwhile takes effect here
         await cluster.start()
         client = RayEngineClient(cluster.conductor, prepared.hash_prompt)
         stack.push_async_callback(client.close)

@@ -10,36 +10,38 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 DEFAULT_CHUNK_TOKENS = 512
+K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class Running(Generic[K]):
     """A sequence that takes part in decode. `tokens_cached` of its tokens have KV, in `blocks` blocks; one more token comes."""
 
-    key: Hashable
+    key: K
     tokens_cached: int
     blocks: int
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(Generic[K]):
     """A sequence that may join the batch. `blocks_needed` must be had first: none when its KV is here already."""
 
-    key: Hashable
+    key: K
     blocks_needed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class DecodePlan:
+class DecodePlan(Generic[K]):
     """`step`: who decodes, oldest first; `grow`: those of them that need a further block; `preempt`: who gives its blocks
     back, youngest first; `admit`: who joins from the waiting line, in order."""
 
-    step: tuple[Hashable, ...] = ()
-    grow: tuple[Hashable, ...] = ()
-    preempt: tuple[Hashable, ...] = ()
-    admit: tuple[Hashable, ...] = ()
+    step: tuple[K, ...] = ()
+    grow: tuple[K, ...] = ()
+    preempt: tuple[K, ...] = ()
+    admit: tuple[K, ...] = ()
 
 
 def chunk_length(computed_tokens: int, prompt_tokens: int, chunk_tokens: int = DEFAULT_CHUNK_TOKENS) -> int:
@@ -53,14 +55,15 @@ def next_prompt(ready: Sequence[bool]) -> int | None:
 
 
 def plan_decode(
-    running: Sequence[Running], waiting: Sequence[Waiting], *, available_blocks: int, block_tokens: int, max_batch: int
-) -> DecodePlan:
+    running: Sequence[Running[K]], waiting: Sequence[Waiting[K]], *, available_blocks: int, block_tokens: int, max_batch: int
+) -> DecodePlan[K]:
     """The next decode step. `running` is oldest first, `waiting` in the order in which it shall be served.
 
-    Nobody joins in a step that preempts, nor past one that does not fit: the line keeps its order.
+    Nobody joins in a step that preempts. The line keeps its order, except that a sequence which has its blocks passes one that
+    does not fit: only by decoding does it ever give them back.
     """
     kept = list(running)
-    preempted: list[Hashable] = []
+    preempted: list[K] = []
     available = available_blocks
     while kept and (needed := sum(_needs_block(sequence, block_tokens) for sequence in kept)) > available:
         youngest = kept.pop()
@@ -76,15 +79,18 @@ def plan_decode(
     )
 
 
-def _needs_block(sequence: Running, block_tokens: int) -> bool:
+def _needs_block(sequence: Running[K], block_tokens: int) -> bool:
     return sequence.tokens_cached >= sequence.blocks * block_tokens
 
 
-def _admit(waiting: Sequence[Waiting], available: int, seats: int) -> tuple[Hashable, ...]:
-    admitted: list[Hashable] = []
-    for sequence in waiting[: max(0, seats)]:
-        if sequence.blocks_needed > available:
+def _admit(waiting: Sequence[Waiting[K]], available: int, seats: int) -> tuple[K, ...]:
+    admitted: list[K] = []
+    for sequence in waiting:
+        if len(admitted) >= seats:
             break
-        available -= sequence.blocks_needed
-        admitted.append(sequence.key)
+        if sequence.blocks_needed > available:
+            available = 0  # whatever else needs blocks waits behind it
+        else:
+            available -= sequence.blocks_needed
+            admitted.append(sequence.key)
     return tuple(admitted)

@@ -96,6 +96,7 @@ async def deployment(log_directory: Path) -> AsyncIterator[Deployment]:
     cluster = Cluster(config(log_directory), plans)
     client: RayEngineClient | None = None
     try:
+        cluster.connect()
         await cluster.start()
         client = RayEngineClient(cluster.conductor, hash_prompt)
         await client.start()

@@ -40,11 +40,16 @@ def test_a_lone_sequence_without_room_steps_aside() -> None:
 
 
 def test_sequences_join_in_order_up_to_the_batch_limit() -> None:
-    """A hand-over needs no blocks; one that must be computed again needs them; nobody overtakes."""
+    """A hand-over needs no blocks; one that must be computed again needs them."""
     waiting = [Waiting("a"), Waiting("b", 3), Waiting("c")]
-    assert plan([], waiting, available=2).admit == ("a",)
     assert plan([], waiting, available=3).admit == ("a", "b", "c")
     assert plan([], waiting, available=3, max_batch=2).admit == ("a", "b")
+
+
+def test_only_who_has_its_blocks_overtakes() -> None:
+    """One that does not fit holds back the others that need blocks, but not those that will give theirs back."""
+    waiting = [Waiting("big", 3), Waiting("small", 1), Waiting("ready")]
+    assert plan([], waiting, available=2).admit == ("ready",)
 
 
 @given(

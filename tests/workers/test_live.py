@@ -1,0 +1,130 @@
+"""Prefill and decode as Ray actors with the default model: KV through the object store, tokens through streaming generators."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from conductor.core.events import Event, HandoverFinished, PrefillFinished, RequestFailed, RequestFinished, TransferFinished
+from conductor.core.hashing import KVNamespace, hash_blocks
+from conductor.core.messages import GenerationJob, SamplingParams, TokenOutput
+from conductor.core.types import Request, Role
+from models.folder import load_card
+from models.pull import DEFAULT_MODEL
+from tests.workers.actor_doubles import CHANNEL, place
+from tests.workers.doubles import packed
+from workers.config import WorkerConfig
+from workers.decode import DecodeWorker
+from workers.prefill import PrefillWorker
+
+pytestmark = [pytest.mark.live, pytest.mark.slow]
+WAIT_S = 120.0
+TOKENS = tuple(1000 + (7919 * i) % 40000 for i in range(150))
+
+
+class Conductor:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    async def report(self, events: list[Event]) -> None:
+        self.events += events
+
+    async def told(self) -> list[Event]:
+        return self.events
+
+
+@pytest.fixture
+def actors(local_ray: Any) -> Iterator[dict[str, Any]]:
+    handles = {"conductor": local_ray.remote(Conductor).options(num_cpus=0).remote()}
+    for worker_id, kind, role in (
+        ("p0", PrefillWorker, Role.PREFILL),
+        ("p1", PrefillWorker, Role.PREFILL),
+        ("d0", DecodeWorker, Role.DECODE),
+    ):
+        config = WorkerConfig(worker_id=worker_id, role=role, model=DEFAULT_MODEL, num_blocks=24, chunk_tokens=64)
+        handles[worker_id] = local_ray.remote(kind).options(num_cpus=0, max_concurrency=100).remote(config)
+    yield handles
+    for handle in handles.values():
+        local_ray.kill(handle)
+
+
+def job(request_id: str, tokens: tuple[int, ...] = TOKENS) -> GenerationJob:
+    seed = KVNamespace(load_card(DEFAULT_MODEL).namespace, 64, salt="default").seed
+    hashes = hash_blocks(seed, packed(tokens), 64)
+    return GenerationJob(Request(request_id, len(tokens), hashes, 6), packed(tokens), SamplingParams(max_tokens=6), CHANNEL)
+
+
+async def collect(handle: Any, into: list[TokenOutput]) -> None:
+    async for pending in handle.outputs.remote(CHANNEL):
+        into += await pending
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not await condition():
+            await asyncio.sleep(0.05)
+
+
+async def test_a_request_runs_through_real_actors(actors: dict[str, Any]) -> None:
+    """Miss, hit, pull and cancel on a live cluster: same greedy output every way, true reuse, nothing left pinned."""
+    workers = [actors[name] for name in ("p0", "p1", "d0")]
+    outputs: list[TokenOutput] = []
+    specs = await asyncio.gather(*(handle.describe.remote() for handle in workers))
+    assert [spec.id for spec in specs] == ["p0", "p1", "d0"]
+    await asyncio.gather(*(handle.attach.remote(actors["conductor"], 1) for handle in workers))
+    readers = [asyncio.create_task(collect(handle, outputs)) for handle in workers]
+
+    async def run(request_id: str, prefill: str, source: str | None = None) -> list[TokenOutput]:
+        work = job(request_id)
+        placement = place(work, prefill, "d0", fetched=128 if source else 0, source=source)
+        await actors[prefill].prefill.remote(work, placement, actors["d0"], actors[source] if source else None)
+
+        async def ended() -> bool:
+            return any(o.request_id == request_id and o.finish_reason for o in outputs)
+
+        await until(ended)
+        return sorted((o for o in outputs if o.request_id == request_id), key=lambda o: o.index)
+
+    miss, hit, pulled = await run("miss", "p0"), await run("hit", "p0"), await run("pull", "p1", "p0")
+    tokens = [[output.token_id for output in answer] for answer in (miss, hit, pulled)]
+    assert len(tokens[0]) == 6
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert [answer[0].reused_tokens for answer in (miss, hit, pulled)] == [0, 128, 128]
+
+    await actors["p0"].prefill.remote(
+        job("gone", TOKENS[::-1]), place(job("gone", TOKENS[::-1]), "p0", "d0"), actors["d0"], None
+    )
+    await asyncio.gather(actors["p0"].cancel.remote("gone", 1), actors["d0"].cancel.remote("gone", 1))
+
+    async def idle() -> bool:
+        stats = await asyncio.gather(*(handle.stats.remote() for handle in workers))
+        return all(numbers["pinned_blocks"] == numbers["offers"] == 0 for numbers in stats)
+
+    await until(idle)
+    for reader in readers:
+        reader.cancel()
+    events = await actors["conductor"].told.remote()
+    counts = [sum(isinstance(event, kind) for event in events) for kind in (PrefillFinished, HandoverFinished, RequestFinished)]
+    assert counts == [3, 3, 3]
+    assert not [event for event in events if isinstance(event, RequestFailed | TransferFinished)]
+
+
+async def test_a_killed_decode_actor_fails_the_request(actors: dict[str, Any], local_ray: Any) -> None:
+    """The prefill worker reports the request as failed, blames the dead peer, and keeps nothing."""
+    await asyncio.gather(*(actors[name].describe.remote() for name in ("p0", "d0")))
+    await actors["p0"].attach.remote(actors["conductor"], 1)
+    local_ray.kill(actors["d0"])
+    await actors["p0"].prefill.remote(job("r"), place(job("r"), "p0", "d0"), actors["d0"], None)
+
+    async def failed() -> bool:
+        events = await actors["conductor"].told.remote()
+        return any(isinstance(event, RequestFailed) and event.worker_id == "d0" for event in events)
+
+    await until(failed)
+    stats = await actors["p0"].stats.remote()
+    assert (stats["pinned_blocks"], stats["offers"], stats["running"]) == (0, 0, 0)

@@ -1,0 +1,294 @@
+"""What every worker actor does: describe itself, report, offer and pull blocks, and stream outputs.
+
+A thin shell. Calls arrive on the event loop and are answered at once; kernels run in one compute thread, KV moves in a few
+transfer threads, so a pull is served while a prompt computes. A plain class: the composition root makes it a Ray actor, tests
+use it as it is. Peers and the Conductor are handles whose `handle.method.remote(...)` can be awaited. The methods and their
+meaning are the "Actor protocol" of `conductor/DESIGN.md`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from conductor.core.events import Event, RequestFailed, TransferFailed, TransferFinished
+from conductor.core.messages import GenerationJob, TokenOutput
+from conductor.core.types import BlockHash, FinishReason, RequestId, Tier, WorkerId, WorkerLoad, WorkerSpec
+from workers.assembly import Build, build_parts, warm_up
+from workers.block_pool import OutOfBlocks
+from workers.config import WorkerConfig
+from workers.jobs import JobKey, job_key, last_output
+from workers.kv_transfer.base import KVTicket, TransferError
+from workers.output_channels import OutputChannels
+from workers.reporter import Reporter
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+TRANSFER_THREADS = 4
+MAX_REMEMBERED_ENDS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Blocks `blocks[first:]` can be fetched with `ticket`; all of `blocks` are held, and pinned until release."""
+
+    id: str
+    blocks: tuple[BlockHash, ...]
+    first: int
+    ticket: KVTicket
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """What a pull brought: `blocks` that were not here before."""
+
+    blocks: int = 0
+    nbytes: int = 0
+    duration_s: float = 0.0
+
+
+class WorkerActor(ABC):
+    """Base of both kinds of workers. `build` makes the parts; it and the warm-up run in the constructor."""
+
+    def __init__(self, config: WorkerConfig, build: Build = build_parts) -> None:
+        self.config = config
+        self._parts = build(config)
+        self.engine = self._parts.engine
+        self.cache = self.engine.cache
+        self.transport = self._parts.transport
+        warm_up(self.engine)
+        self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        self._transfer = ThreadPoolExecutor(TRANSFER_THREADS, thread_name_prefix="kv-transfer")
+        self._channels = OutputChannels(config.max_unread_outputs)
+        self._reporter = Reporter(config.worker_id, self.cache, self._load, config.report_interval_s)
+        self._offers: dict[str, list[int]] = {}
+        self._ended: OrderedDict[JobKey, None] = OrderedDict()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._wake = asyncio.Event()
+        self._started = False
+
+    @property
+    def id(self) -> WorkerId:
+        return self.config.worker_id
+
+    # --- the Conductor's side -----------------------------------------------------------------------------------------
+
+    async def describe(self) -> WorkerSpec:
+        """What this worker is; the answer means that it can take work."""
+        return WorkerSpec(
+            id=self.id,
+            role=self.config.role,
+            node=self.config.node or socket.gethostname(),
+            profile=self._parts.profile,
+            capacity_blocks={Tier.DEVICE: self.cache.num_blocks},
+            model=self._parts.model_name,
+            rack=self.config.rack,
+            zone=self.config.zone,
+            max_batch=self.config.max_batch,
+        )
+
+    async def attach(self, conductor: Any, epoch: int) -> None:
+        """Report to `conductor` from now on, first a snapshot."""
+        self._start()
+        self._reporter.attach(conductor, epoch)
+
+    async def snapshot(self) -> None:
+        self._reporter.ask_snapshot()
+
+    async def drop_blocks(self, blocks: Sequence[BlockHash]) -> None:
+        """Make these the first to be evicted."""
+        self.cache.demote(blocks)
+
+    async def alive(self) -> None:
+        """Never returns: its failure is the news that this process is gone."""
+        await asyncio.Event().wait()
+
+    @abstractmethod
+    async def cancel(self, request_id: RequestId, attempt: int) -> None:
+        """Stop within one chunk or step and release everything. Unknown requests are remembered and refused later."""
+
+    async def stats(self) -> dict[str, Any]:
+        """Plain numbers for metrics and tests."""
+        return {
+            "worker": self.id,
+            "num_blocks": self.cache.num_blocks,
+            "free_blocks": self.cache.available - self.cache.idle,
+            "cached_idle_blocks": self.cache.idle,
+            "pinned_blocks": self.cache.pinned,
+            "offers": self.transport.offered,
+            "protocol": self.transport.protocol,
+            "unread_outputs": self._channels.unread,
+            "attached": self._reporter.attached,
+        }
+
+    async def outputs(self, channel: str) -> AsyncIterator[list[TokenOutput]]:
+        """Outputs for one gateway as they come. A second consumer of a channel takes over."""
+        self._start()
+        async for batch in self._channels.stream(channel):
+            yield batch
+
+    # --- blocks between workers ---------------------------------------------------------------------------------------
+
+    async def offer_blocks(self, blocks: Sequence[BlockHash], first: int = 0) -> Offer | None:
+        """Pin the longest held prefix of `blocks`, which begin at a root, and publish it without its first `first` ones.
+
+        None when no more than `first` are held. The offer ends with `release_offer` or its lease.
+        """
+        self._start()
+        ids = self.cache.acquire(blocks)
+        if len(ids) <= first:
+            self.cache.release(ids)
+            return None
+        try:
+            ticket = await self._move(self._publish, ids[first:])
+        except BaseException:
+            self.cache.release(ids)
+            raise
+        self._offers[ticket.id] = ids
+        return Offer(ticket.id, tuple(blocks[: len(ids)]), first, ticket)
+
+    async def release_offer(self, offer_id: str) -> None:
+        self.transport.release(offer_id)
+        ids = self._offers.pop(offer_id, None)
+        if ids is not None:
+            self.cache.release(ids)
+
+    async def pull_blocks(self, transfer_id: str, source: Any, blocks: Sequence[BlockHash]) -> None:
+        """Copy `blocks`, which begin at a root, from `source` and keep them; reports how that ended."""
+        self._start()
+        try:
+            pulled = await self._pull(source, blocks)
+        except Exception as error:
+            self._report(TransferFailed(transfer_id, failure_text(error)))
+        else:
+            self._report(TransferFinished(transfer_id, pulled.nbytes, pulled.duration_s))
+
+    async def _pull(self, source: Any, blocks: Sequence[BlockHash]) -> Pulled:
+        """Fetch what is missing of a prefix and keep it. On any failure nothing has changed here."""
+        held = self.cache.match(blocks)
+        if held == len(blocks):
+            return Pulled()
+        began_s = time.perf_counter()
+        async with asyncio.timeout(self.config.lease_s):
+            offer: Offer | None = await source.offer_blocks.remote(tuple(blocks), held)
+            if offer is None:
+                raise TransferError(f"the source holds none of the {len(blocks) - held} missing blocks")
+            try:
+                await self._move(self._fetch_prefix, offer)
+            finally:
+                self._spawn(quietly(source.release_offer.remote(offer.id)))
+        self._reporter.touch()
+        return Pulled(len(offer.blocks) - offer.first, offer.ticket.nbytes, time.perf_counter() - began_s)
+
+    def _fetch_prefix(self, offer: Offer) -> None:
+        arrays = self.transport.fetch(offer.ticket, self.config.lease_s)
+        full = self.cache.import_prefix(offer.blocks, offer.first, arrays)
+        if isinstance(full, OutOfBlocks):
+            raise TransferError(f"{full.needed} blocks are needed for a pull, {full.available} can be had")
+
+    def _publish(self, ids: list[int]) -> KVTicket:
+        return self.transport.offer(self.cache.read(ids), self.config.lease_s)
+
+    # --- for the two kinds --------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _load(self) -> WorkerLoad: ...
+
+    @abstractmethod
+    async def _work(self) -> None:
+        """The loop that computes; runs until cancelled."""
+
+    def _on_blocks_freed(self) -> None:
+        self._wake.set()
+
+    def _reap(self) -> None:
+        """End what has outlived its lease."""
+        for offer_id in self.transport.expire():
+            ids = self._offers.pop(offer_id, None)
+            if ids is not None:
+                logger.warning("offer %s outlived its lease of %g s", offer_id, self.config.lease_s)
+                self.cache.release(ids)
+
+    def _start(self) -> None:
+        if self._started:
+            return
+        self._started = True
+        loop = asyncio.get_running_loop()
+        self.cache.on_freed = lambda: _wake_from_any_thread(loop, self._on_blocks_freed)
+        self._spawn(self._reporter.run())
+        self._spawn(self._keep_reaping())
+        self._spawn(self._work())
+
+    async def close(self) -> None:
+        """End tasks and threads; offers end with them."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.cache.on_freed = lambda: None
+        self._compute.shutdown()
+        self._transfer.shutdown()
+        self.transport.close()
+
+    async def _keep_reaping(self) -> None:
+        while True:
+            await asyncio.sleep(min(1.0, self.config.lease_s / 4))
+            self._reap()
+
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _run(self, function: Callable[..., T], *args: Any) -> T:
+        """In the compute thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._compute, function, *args)
+
+    async def _move(self, function: Callable[..., T], *args: Any) -> T:
+        """In a transfer thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._transfer, function, *args)
+
+    def _report(self, *events: Event) -> None:
+        self._reporter.add(*events)
+
+    def _emit(self, job: GenerationJob, output: TokenOutput) -> bool:
+        return self._channels.put(job.channel, output)
+
+    def _end(self, key: JobKey) -> None:
+        """Never take this attempt again."""
+        self._ended[key] = None
+        if len(self._ended) > MAX_REMEMBERED_ENDS:
+            self._ended.popitem(last=False)
+
+    def _fail(self, job: GenerationJob, message: str, blamed: WorkerId | None = None) -> None:
+        """Report that the request cannot go on here."""
+        logger.warning("request %s (attempt %d) failed: %s", job.request.id, job.request.attempt, message)
+        self._end(job_key(job))
+        self._report(RequestFailed(job.request.id, job.request.attempt, blamed or self.id, message))
+        self._emit(job, last_output(job, self.id, job.request.emitted_tokens, FinishReason.FAILED, message))
+
+
+def _wake_from_any_thread(loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
+    loop.call_soon_threadsafe(wake)
+
+
+def failure_text(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+async def quietly(call: Any) -> None:
+    try:
+        await call
+    except Exception as error:
+        logger.info("a call to a peer failed: %s", failure_text(error))

@@ -1,0 +1,295 @@
+"""The prefill worker: computes prompts in order, by chunk, and hands their KV over to the decode worker.
+
+Prompts wait in order of arrival; one whose prefix is still being pulled lets others pass, and a pull that fails costs only
+the computing, for a cached prefix is an optimisation and never the truth. Blocks of a finished chunk are offered to the decode
+worker while the next chunk computes, so after the last one only its own KV has to move. The first token is drawn here and goes
+straight to the gateway; a request that ends with it is never handed over. A prompt that finds no free blocks waits; one that
+can never fit fails at once. (Mooncake FAST'25, section 5.1; chunked prefill: Sarathi-Serve, OSDI'24.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from conductor.core.events import FirstToken, PrefillFinished, PrefillStarted, RequestFinished
+from conductor.core.messages import GenerationJob, TokenOutput
+from conductor.core.types import FinishReason, Placement, RequestId, WorkerId, WorkerLoad
+from models.sampling import SampledToken
+from workers.actor import WorkerActor, failure_text, quietly
+from workers.assembly import Build, build_parts
+from workers.batching import chunk_length, next_prompt
+from workers.block_pool import OutOfBlocks
+from workers.config import WorkerConfig
+from workers.jobs import HandoverPart, JobKey, finish_reason, job_key, last_output, prompt_of, refusal, token_output
+from workers.sequence import KVSequence, Prompt
+
+logger = logging.getLogger(__name__)
+
+WARMUP_PREFILLS = 2
+
+
+class DecodeCallFailed(Exception):
+    """The decode worker did not take the hand-over."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One job from acceptance until its blocks are released. `parts` are offers under way or made, in block order."""
+
+    job: GenerationJob
+    placement: Placement
+    prompt: Prompt
+    decode_id: WorkerId | None = None
+    decode: Any | None = None
+    ready: bool = True
+    cancelled: bool = False
+    sequence: KVSequence | None = None
+    compute_s: float = 0.0
+    sent_blocks: int = 0
+    parts: list[asyncio.Task[HandoverPart]] = field(default_factory=list)
+    decode_known: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def key(self) -> JobKey:
+        return job_key(self.job)
+
+    @property
+    def ends_with_first_token(self) -> bool:
+        return self.job.request.emitted_tokens + 1 >= self.job.sampling.max_tokens
+
+    def choose(self, decode_id: WorkerId, decode: Any) -> None:
+        self.decode_id, self.decode = decode_id, decode
+        self.decode_known.set()
+
+
+class PrefillWorker(WorkerActor):
+    def __init__(self, config: WorkerConfig, build: Build = build_parts) -> None:
+        super().__init__(config, build)
+        self._queue: list[_Entry] = []
+        self._computing: _Entry | None = None
+        self._entries: dict[JobKey, _Entry] = {}
+        self._finished_prefills = 0
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    async def prefill(self, job: GenerationJob, placement: Placement, decode: Any | None, source: Any | None) -> None:
+        """Accept a job. A repeated or cancelled attempt is ignored."""
+        self._start()
+        key = job_key(job)
+        if key in self._entries or key in self._ended:
+            return
+        problem = refusal(job, self.engine)
+        if problem is not None:
+            self._fail(job, problem)
+            return
+        entry = _Entry(job, placement, prompt_of(job, self._parts.root_of(job.request.tenant)))
+        if decode is not None and placement.decode is not None:
+            entry.choose(placement.decode, decode)
+        self._entries[key] = entry
+        self._queue.append(entry)
+        if source is not None and placement.reuse.fetched_tokens > 0:
+            entry.ready = False
+            entry.task = self._spawn(self._pull_prefix(entry, source))
+        self._wake.set()
+        self._reporter.touch()
+
+    async def choose_decode(self, request_id: RequestId, attempt: int, worker_id: WorkerId, decode: Any) -> None:
+        """The decode worker that the placement had left open."""
+        entry = self._entries.get((request_id, attempt))
+        if entry is None:
+            return
+        if decode is None:
+            self._fail(entry.job, f"decode worker {worker_id} is gone", worker_id)
+            await self._abandon(entry)
+        else:
+            entry.choose(worker_id, decode)
+
+    async def cancel(self, request_id: RequestId, attempt: int) -> None:
+        self._end((request_id, attempt))
+        entry = self._entries.get((request_id, attempt))
+        if entry is not None:
+            self._emit(entry.job, last_output(entry.job, self.id, entry.job.request.emitted_tokens, FinishReason.CANCELLED))
+            await self._abandon(entry)
+
+    async def stats(self) -> dict[str, Any]:
+        numbers = await super().stats()
+        return numbers | {"queued": len(self._queue), "running": len(self._entries) - len(self._queue)}
+
+    def _load(self) -> WorkerLoad:
+        computing = self._computing
+        remaining_s = 0.0
+        if computing is not None and computing.sequence is not None:
+            prompt_tokens = computing.job.request.prompt_tokens
+            remaining_s = self._parts.profile.prefill_s(prompt_tokens, min(computing.sequence.computed, prompt_tokens))
+        queued = [entry.job.request.prompt_tokens - entry.placement.reuse.reused_tokens for entry in self._queue]
+        return WorkerLoad(
+            queued_requests=len(self._queue),
+            queued_prefill_tokens=sum(queued),
+            running_prefill_remaining_s=remaining_s,
+            free_blocks=self.cache.available,
+        )
+
+    # --- before computing ---------------------------------------------------------------------------------------------
+
+    async def _pull_prefix(self, entry: _Entry, source: Any) -> None:
+        """Bring the prefix that the placement wants from elsewhere. What does not come is computed."""
+        blocks = entry.placement.reuse.reused_tokens // self.config.block_tokens
+        try:
+            await self._pull(source, entry.job.request.block_hashes[:blocks])
+        except Exception as error:
+            logger.warning("request %s computes a prefix that was not pulled: %s", entry.job.request.id, failure_text(error))
+        entry.ready = True
+        self._wake.set()
+
+    # --- computing ----------------------------------------------------------------------------------------------------
+
+    async def _work(self) -> None:
+        while True:
+            self._wake.clear()
+            position = next_prompt([entry.ready for entry in self._queue])
+            entry = None if position is None else self._queue[position]
+            if entry is None or not self._reserve(entry):
+                await self._wake.wait()
+                continue
+            self._queue.remove(entry)
+            self._computing = entry
+            try:
+                await self._compute_prompt(entry)
+            except Exception as error:
+                logger.exception("prefill of request %s broke", entry.job.request.id)
+                self._fail(entry.job, failure_text(error))
+                await self._let_go(entry)
+            finally:
+                self._computing = None
+                self._reporter.touch()
+
+    def _reserve(self, entry: _Entry) -> bool:
+        sequence = self.engine.begin(entry.prompt)
+        if isinstance(sequence, OutOfBlocks):
+            return False
+        entry.sequence = sequence
+        return True
+
+    async def _compute_prompt(self, entry: _Entry) -> None:
+        sequence, request = entry.sequence, entry.job.request
+        assert sequence is not None
+        self._report(PrefillStarted(request.id, request.attempt, self.id))
+        token: SampledToken | None = None
+        while token is None and not entry.cancelled:
+            token, seconds = await self._run(self._chunk, sequence)
+            entry.compute_s += seconds
+            if token is None:
+                self._offer_new_blocks(entry, sequence.named)
+        if token is None or entry.cancelled:
+            await self._let_go(entry)
+        else:
+            await self._finish_prompt(entry, sequence, token)
+
+    def _chunk(self, sequence: KVSequence) -> tuple[SampledToken | None, float]:
+        """Compute one chunk; with the last one, draw the first token. Also the seconds that it took."""
+        began_s = time.perf_counter()
+        prompt_tokens = len(sequence.prompt.tokens)
+        logits = self.engine.prefill_chunk(sequence, chunk_length(sequence.computed, prompt_tokens, self.config.chunk_tokens))
+        token = self.engine.first_token(sequence, logits) if sequence.computed == prompt_tokens else None
+        return token, time.perf_counter() - began_s
+
+    async def _finish_prompt(self, entry: _Entry, sequence: KVSequence, token: SampledToken) -> None:
+        job, request = entry.job, entry.job.request
+        reason = finish_reason(sequence, token.token_id, self.engine)
+        first = token_output(job, self.id, sequence, token, reason, reused_tokens=sequence.reused_tokens)
+        warmup = self._finished_prefills < WARMUP_PREFILLS
+        self._finished_prefills += 1
+        self._report(
+            FirstToken(request.id, request.attempt),
+            PrefillFinished(request.id, request.attempt, self.id, sequence.reused_tokens, entry.compute_s, warmup),
+        )
+        if not self._emit(job, first):
+            self._fail(job, f"nobody reads the outputs of channel {job.channel!r}")
+            await self._let_go(entry)
+        elif reason is not None:
+            self._report(RequestFinished(request.id, request.attempt, sequence.output_tokens, reason))
+            if entry.parts and entry.decode is not None:
+                self._spawn(quietly(entry.decode.cancel.remote(request.id, request.attempt)))
+            await self._let_go(entry)
+        else:
+            entry.task = self._spawn(self._hand_over(entry, first))
+
+    # --- hand-over ----------------------------------------------------------------------------------------------------
+
+    def _offer_new_blocks(self, entry: _Entry, blocks: int) -> None:
+        """Offer the full blocks that the last chunk has added, in the background."""
+        if blocks > entry.sent_blocks and not entry.ends_with_first_token:
+            entry.parts.append(self._spawn(self._send_early(entry, entry.sent_blocks, blocks)))
+            entry.sent_blocks = blocks
+
+    async def _send_early(self, entry: _Entry, start: int, stop: int) -> HandoverPart:
+        """Publish some blocks, and let the decode worker fetch them if it is known already."""
+        part = await self._publish_part(entry, start, stop)
+        if entry.decode is not None and not entry.cancelled:
+            self._spawn(quietly(entry.decode.receive_parts.remote(entry.job, entry.placement, [part])))
+        return part
+
+    async def _publish_part(self, entry: _Entry, start: int, stop: int) -> HandoverPart:
+        assert entry.sequence is not None
+        return HandoverPart(start, await self._move(self._publish, entry.sequence.table[start:stop]))
+
+    async def _hand_over(self, entry: _Entry, first: TokenOutput) -> None:
+        blamed: WorkerId | None = None
+        try:
+            async with asyncio.timeout(self.config.lease_s):
+                await entry.decode_known.wait()
+                await self._give_to_decode(entry, first)
+        except TimeoutError:
+            blamed = entry.decode_id
+            self._fail(entry.job, f"the hand-over did not end within lease_s = {self.config.lease_s:g} s", blamed)
+        except DecodeCallFailed as error:
+            self._fail(entry.job, f"decode worker {entry.decode_id} did not take the hand-over: {error}", entry.decode_id)
+        except Exception as error:
+            self._fail(entry.job, f"the KV could not be offered: {failure_text(error)}")
+        finally:
+            self._end(entry.key)
+            await self._let_go(entry)
+
+    async def _give_to_decode(self, entry: _Entry, first: TokenOutput) -> None:
+        assert entry.sequence is not None
+        assert entry.decode is not None
+        entry.parts.append(self._spawn(self._publish_part(entry, entry.sent_blocks, len(entry.sequence.table))))
+        parts = [await asyncio.shield(part) for part in entry.parts]
+        try:
+            await entry.decode.accept_handover.remote(entry.job, entry.placement, first, parts)
+        except Exception as error:
+            raise DecodeCallFailed(failure_text(error)) from error
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    async def _abandon(self, entry: _Entry) -> None:
+        """Stop a job wherever it is; if it is computing, its loop lets go of it after the current chunk."""
+        entry.cancelled = True
+        if entry.task is not None:
+            entry.task.cancel()
+        if entry in self._queue:
+            self._queue.remove(entry)
+            await self._let_go(entry)
+
+    async def _let_go(self, entry: _Entry) -> None:
+        """Release blocks and offers, once no transfer thread reads them any more. Again changes nothing.
+
+        Goes on when the caller is cancelled.
+        """
+        self._entries.pop(entry.key, None)
+        self._end(entry.key)
+        sequence, entry.sequence = entry.sequence, None
+        if sequence is not None:
+            await asyncio.shield(self._spawn(self._release(sequence, entry.parts)))
+
+    async def _release(self, sequence: KVSequence, parts: list[asyncio.Task[HandoverPart]]) -> None:
+        for part in await asyncio.gather(*parts, return_exceptions=True):
+            if isinstance(part, HandoverPart):
+                self.transport.release(part.ticket.id)
+        self.engine.finish(sequence)
+        self._reporter.touch()

@@ -1,0 +1,119 @@
+"""What a worker tells the Conductor: events in batches, stamped, in order, and never in the way of the work.
+
+Block changes get a stamp (worker id, epoch, sequence from 1) when they are sent. While the Conductor does not answer, what
+happened to requests is kept; block changes are not, since the snapshot that opens every epoch covers them. A report that
+failed detaches the worker until `attach` is called again, with a new epoch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from conductor.core.events import BlocksRemoved, BlocksStored, Event, IndexSnapshot, LoadReported
+from conductor.core.types import Stamp, Tier, WorkerId, WorkerLoad
+from workers.block_pool import PoolChange, Stored
+from workers.device_cache import DeviceCache
+
+logger = logging.getLogger(__name__)
+
+MAX_KEPT_EVENTS = 100_000
+_COVERED_BY_ATTACH = (BlocksStored, BlocksRemoved, IndexSnapshot, LoadReported)
+
+
+class Reporter:
+    """For one event loop. `run` is its only task."""
+
+    def __init__(self, worker_id: WorkerId, cache: DeviceCache, load: Callable[[], WorkerLoad], interval_s: float) -> None:
+        self._worker_id = worker_id
+        self._cache = cache
+        self._load = load
+        self._interval_s = interval_s
+        self._outbox: deque[Event] = deque(maxlen=MAX_KEPT_EVENTS)
+        self._wake = asyncio.Event()
+        self._conductor: Any | None = None
+        self._epoch = 0
+        self._seq = 0
+        self._snapshot_due = False
+        self._last_load: WorkerLoad | None = None
+
+    @property
+    def attached(self) -> bool:
+        return self._conductor is not None
+
+    def attach(self, conductor: Any, epoch: int) -> None:
+        """Report to `conductor`, from a snapshot on. An epoch older than the current one is ignored."""
+        if epoch < self._epoch:
+            return
+        self._conductor, self._epoch, self._seq = conductor, epoch, 0
+        self._last_load = None
+        self.ask_snapshot()
+
+    def ask_snapshot(self) -> None:
+        self._snapshot_due = True
+        self._wake.set()
+
+    def add(self, *events: Event) -> None:
+        self._outbox.extend(events)
+        self._wake.set()
+
+    def touch(self) -> None:
+        """Blocks or load may have changed."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        while True:
+            await self._wait()
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Send what there is to tell, and wait until it has arrived."""
+        conductor = self._conductor
+        batch = [] if conductor is None else self._collect()
+        if conductor is None or not batch:
+            return
+        try:
+            await conductor.report.remote(batch)
+        except Exception as error:
+            logger.warning("the Conductor did not take a report: %s", type(error).__name__)
+            kept = [
+                event for event in batch if not isinstance(event, BlocksStored | BlocksRemoved | IndexSnapshot | LoadReported)
+            ]
+            self._outbox.extendleft(reversed(kept))
+            if self._conductor is conductor:
+                self._conductor = None
+
+    async def _wait(self) -> None:
+        try:
+            async with asyncio.timeout(self._interval_s):
+                await self._wake.wait()
+        except TimeoutError:
+            return
+        finally:
+            self._wake.clear()
+
+    def _collect(self) -> list[Event]:
+        batch: list[Event] = []
+        if self._snapshot_due:
+            self._snapshot_due = False
+            batch.append(IndexSnapshot(self._stamp(), {Tier.DEVICE: self._cache.snapshot()}))
+        batch += [self._block_event(change) for change in self._cache.drain_changes()]
+        batch += self._outbox
+        self._outbox.clear()
+        load = self._load()
+        if load != self._last_load:
+            self._last_load = load
+            batch.append(LoadReported(self._worker_id, self._epoch, load))
+        return batch
+
+    def _block_event(self, change: PoolChange) -> Event:
+        if isinstance(change, Stored):
+            return BlocksStored(self._stamp(), Tier.DEVICE, change.parent, change.blocks)
+        return BlocksRemoved(self._stamp(), Tier.DEVICE, change.blocks)
+
+    def _stamp(self) -> Stamp:
+        self._seq += 1
+        return Stamp(self._worker_id, self._epoch, self._seq)
