@@ -25,8 +25,8 @@ HASH_BYTES = 16
 class KVNamespace:
     """What KV bytes depend on besides the tokens.
 
-    `model` lists what identifies weights, tokenizer, KV dtype and layout (`models.folder.ModelCard.namespace`). `adapter` None is
-    the base model, which differs from an adapter named "". `salt` isolates a tenant; tenants that share one share prefixes.
+    `model` lists what identifies weights, tokenizer, KV dtype and layout (`models.folder.ModelCard.namespace`). `adapter` None
+    is the base model, which differs from an adapter named "". `salt` isolates a tenant; tenants with one salt share prefixes.
     """
 
     model: tuple[str, ...]
