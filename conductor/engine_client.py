@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from conductor.core.messages import GenerationJob, TokenOutput
-from conductor.core.types import Decision, RequestId
+from conductor.core.types import BlockHash, Decision, RequestId
+
+HashPrompt: TypeAlias = Callable[[bytes, str], tuple[BlockHash, ...]]
+"""Little-endian int32 tokens and a tenant to the hashes of the full blocks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,16 +108,16 @@ def is_ready(port: int) -> bool:
 def serve(*arguments: str) -> Iterator[Served]:
     """Start `conductor serve` on a free port, wait until it is ready, and stop it afterwards."""
     port = free_port()
-    log = tempfile.NamedTemporaryFile("w+", suffix=".log", delete=False)
+    log_path = Path(tempfile.mkstemp(suffix=".log")[1])
     started = time.perf_counter()
     command = [sys.executable, "-m", "conductor", "serve", "--port", str(port), *arguments]
-    child = subprocess.Popen(
-        command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    with log_path.open("w") as log:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        child = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=environment)
     try:
         while not is_ready(port):
             if child.poll() is not None or time.perf_counter() - started > READY_TIMEOUT_S:
-                raise RuntimeError(f"`{' '.join(command)}` did not get ready:\n{Path(log.name).read_text()[-4000:]}")
+                raise RuntimeError(f"`{' '.join(command)}` did not get ready:\n{log_path.read_text()[-4000:]}")
             time.sleep(0.1)
         yield Served(port, time.perf_counter() - started, psutil.Process(child.pid))
     finally:
@@ -127,5 +127,4 @@ def serve(*arguments: str) -> Iterator[Served]:
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
-        log.close()
-        Path(log.name).unlink()
+        log_path.unlink()

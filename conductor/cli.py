@@ -1,0 +1,249 @@
+"""The `conductor` command: flags in, calls out. Everything heavy is imported by the command that needs it.
+
+Results go to standard output, progress and errors to standard error. Exit codes: 0 done; 1 it failed while running; 2 bad
+usage, configuration or input; 3 an address does not answer or cannot be served on; 130 stopped by a signal. The commands that
+work on traces live in `traces/commands.py` and are mounted when one of them, or the list of commands, is asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from enum import IntEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from conductor import __version__
+
+if TYPE_CHECKING:
+    from conductor.config import LoadedConfig
+
+
+class ExitCode(IntEnum):
+    DONE = 0
+    FAILED = 1
+    BAD_INPUT = 2
+    UNREACHABLE = 3
+    STOPPED = 130
+
+
+app = typer.Typer(
+    name="conductor", no_args_is_help=True, pretty_exceptions_show_locals=False, help="A global scheduler for LLM serving."
+)
+config_app = typer.Typer(no_args_is_help=True, help="Look at the configuration.")
+model_app = typer.Typer(no_args_is_help=True, help="Fetch models and look at them.")
+app.add_typer(config_app, name="config")
+app.add_typer(model_app, name="model")
+
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", "-c", metavar="FILE", help="YAML file; environment and flags override it.")
+]
+Url = Annotated[str, typer.Option(help="Where the gateway answers.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+def main() -> None:
+    """Entry point. Mounts the trace commands unless a command of this module is named."""
+    own = {"serve", "config", "model", "explain", "verify", "profile", "doctor", "--version"}
+    if not own & set(sys.argv[1:2]):
+        from conductor.flight_log import recording
+        from traces import commands, sim_commands
+
+        commands.register(app)
+        sim_commands.register(app, recording)
+    app()
+
+
+def fail(message: str, code: ExitCode) -> typer.Exit:
+    """Print one line of error and give the exception that ends the command."""
+    Console(stderr=True).print(f"error: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
+    return typer.Exit(code)
+
+
+def progress(line: str) -> None:
+    Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def load_config(file: Path | None, flags: dict[str, Any] | None = None) -> LoadedConfig:
+    """The configuration in force, or one line for each error and exit code 2."""
+    from conductor.config import ConfigError, load
+
+    try:
+        return load(file, os.environ, flags)
+    except ConfigError as error:
+        raise fail(str(error), ExitCode.BAD_INPUT) from None
+
+
+@app.callback(invoke_without_command=True)
+def version(show: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if show:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def serve(
+    config: ConfigFile = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 picks a free one.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model name, .gguf file or Hugging Face folder.")] = None,
+    prefill: Annotated[int | None, typer.Option(help="Prefill workers.")] = None,
+    decode: Annotated[int | None, typer.Option(help="Decode workers.")] = None,
+    policy: Annotated[str | None, typer.Option(help="Placement policy.")] = None,
+    address: Annotated[str | None, typer.Option(help="Ray cluster to join instead of starting one.")] = None,
+    flight_log: Annotated[Path | None, typer.Option(help="Directory for flight logs.")] = None,
+) -> None:
+    """Start a cluster and serve a model over the OpenAI API."""
+    flags = {"gateway.host": host, "gateway.port": port, "model.name": model, "workers.prefill": prefill}
+    flags |= {"workers.decode": decode, "scheduler.policy": policy, "cluster.address": address}
+    flags |= {"flight_log.directory": None if flight_log is None else str(flight_log)}
+    loaded = load_config(config, flags)
+    from conductor import serve as serving
+
+    try:
+        serving.serve(loaded.config, progress)
+    except serving.BindError as error:
+        raise fail(str(error), ExitCode.UNREACHABLE) from None
+    except serving.ModelError as error:
+        raise fail(str(error), ExitCode.BAD_INPUT) from None
+    except (serving.ServeError, serving.ClusterError) as error:
+        raise fail(str(error), ExitCode.FAILED) from None
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        raise fail("stopped before it was ready", ExitCode.STOPPED) from None
+
+
+@model_app.command("pull")
+def model_pull() -> None:
+    """Fetch the default model, verify it, and prepare it in the user's cache."""
+    from models.errors import ModelError
+    from models.folder import find_model
+    from models.pull import DEFAULT_MODEL
+
+    try:
+        folder = find_model(DEFAULT_MODEL)
+    except ModelError as error:
+        raise fail(str(error), ExitCode.FAILED) from None
+    typer.echo(f"{DEFAULT_MODEL} is ready in {folder.path}")
+
+
+@model_app.command("show")
+def model_show(
+    name: Annotated[str, typer.Argument(help="Model name, .gguf file or Hugging Face folder.")] = "smollm2-135m",
+    as_json: AsJson = False,
+) -> None:
+    """What a model is: revision, limits, bytes of KV."""
+    from dataclasses import asdict
+
+    from models.errors import ModelError
+    from models.folder import load_card
+
+    try:
+        card = asdict(load_card(name))
+    except ModelError as error:
+        raise fail(str(error), ExitCode.BAD_INPUT) from None
+    show_values(card, as_json)
+
+
+@config_app.command("show")
+def config_show(config: ConfigFile = None, as_json: AsJson = False) -> None:
+    """Every value in force and where it came from."""
+    settings = list(load_config(config).settings())
+    if as_json:
+        typer.echo(json.dumps({each.key: {"value": each.value, "source": each.source} for each in settings}, indent=2))
+        return
+    table = Table("key", "value", "source", box=None)
+    for each in settings:
+        table.add_row(each.key, json.dumps(each.value), each.source)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+@config_app.command("check")
+def config_check(config: ConfigFile = None) -> None:
+    """Whether the configuration can be used."""
+    load_config(config)
+    typer.echo("the configuration is valid")
+
+
+@config_app.command("schema")
+def config_schema() -> None:
+    """JSON schema of the configuration file."""
+    from conductor.config import Config
+
+    typer.echo(json.dumps(Config.model_json_schema(), indent=2))
+
+
+@app.command()
+def explain(
+    request_id: Annotated[
+        str, typer.Argument(help="Request id, as in the response header x-conductor-decision-id.", metavar="ID")
+    ],
+    url: Url = "http://127.0.0.1:8000",
+    as_json: AsJson = False,
+) -> None:
+    """Why a request was placed where it was, or refused."""
+    import httpx
+
+    from conductor.explain import render
+
+    try:
+        answer = httpx.get(f"{url.rstrip('/')}/v1/decisions/{request_id}", timeout=10)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise fail(f"{url} does not answer: {error}", ExitCode.UNREACHABLE) from None
+    if answer.status_code == httpx.codes.NOT_FOUND:
+        raise fail(f"no decision with id {request_id!r} at {url}", ExitCode.BAD_INPUT)
+    if answer.is_error:
+        raise fail(f"{url} answered {answer.status_code}: {answer.text}", ExitCode.FAILED)
+    if as_json:
+        typer.echo(json.dumps(answer.json(), indent=2))
+    else:
+        render(answer.json(), Console(width=None if sys.stdout.isatty() else 160))
+
+
+@app.command()
+def verify(
+    log: Annotated[Path, typer.Argument(help="First segment of a flight log.", metavar="LOG")], as_json: AsJson = False
+) -> None:
+    """Replay a flight log into a fresh scheduler and compare every command."""
+    from conductor.core.config import SchedulerConfig
+    from conductor.core.scheduler import Scheduler
+    from conductor.flight_log import FlightLogError, verify
+
+    try:
+        outcome = verify(log, SchedulerConfig, Scheduler)
+    except FlightLogError as error:
+        raise fail(str(error), ExitCode.BAD_INPUT) from None
+    if as_json:
+        typer.echo(json.dumps({"records": outcome.records, "difference": outcome.difference and str(outcome.difference)}))
+    elif outcome.difference is None:
+        typer.echo(f"{outcome.records} records: identical commands")
+    if outcome.difference is not None:
+        raise fail(str(outcome.difference), ExitCode.FAILED)
+
+
+@app.command()
+def doctor(config: ConfigFile = None, as_json: AsJson = False) -> None:
+    """Look at what serving needs: versions, memory, port, model, Ray."""
+    from conductor.doctor import examine
+
+    findings = examine(load_config(config).config)
+    if as_json:
+        typer.echo(json.dumps([{"check": f.check, "ok": f.ok, "found": f.found} for f in findings], indent=2))
+    else:
+        for finding in findings:
+            typer.echo(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.check}: {finding.found}")
+    if not all(finding.ok for finding in findings):
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def show_values(values: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(values, indent=2))
+        return
+    for name, value in values.items():
+        typer.echo(f"{name}: {value}")

@@ -1,0 +1,333 @@
+"""The composition root: every Ray call that starts, creates or finds something, and every collaborator of the live path.
+
+A `Cluster` starts a local Ray or joins one, creates the Conductor and the workers as actors, in parallel, introduces them to
+each other, and keeps it so: a lost worker is started again under its id and joins with a new epoch, and a Conductor that was
+started again by Ray hears of all workers again. `stop` leaves nothing running, unless the cluster is detached. What the actors
+do is not known here; see `runtime.py` and `workers/`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conductor.config import ClusterSection, Config, FlightLogSection
+from conductor.core.types import Role, WorkerId, WorkerSpec
+from conductor.flight_log import SUFFIX, FlightLogWriter, prune_runs
+from conductor.runtime import ConductorRuntime, Ports
+
+logger = logging.getLogger(__name__)
+
+CONDUCTOR_NAME = "conductor"
+CONDUCTOR_CONCURRENCY = 20_000  # submissions that wait for a decision each hold one call
+WORKER_CONCURRENCY = 4_000
+MAX_RESTART_DELAY_S = 30.0
+MIB = 2**20
+
+Progress = Callable[[str], None]
+
+
+class ClusterError(RuntimeError):
+    """The cluster cannot be started; the message is one line for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """One worker to keep running: the class of its actor and what that is made from."""
+
+    id: WorkerId
+    role: Role
+    threads: int
+    actor_class: type
+    config: Any
+
+
+class ConductorActor(ConductorRuntime):
+    """The runtime as an actor: it builds its scheduler, and knows its own handle and what Ray's errors mean."""
+
+    def __init__(self, config: Config) -> None:
+        from conductor.core.scheduler import Scheduler  # here, so that the driver's process does without
+
+        super().__init__(
+            Scheduler(config.scheduler),
+            open_flight_log(config.flight_log, config.scheduler),
+            Ports(is_worker_loss=is_worker_loss, on_fatal=_exit_process),
+        )
+
+    async def join(self, spec: WorkerSpec, handle: Any) -> int:
+        """`add_worker` with this actor as the one to report to."""
+        import ray
+
+        return await self.add_worker(spec, handle, ray.get_runtime_context().current_actor)
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+def _exit_process(error: Exception) -> None:
+    """End the actor's process, so that Ray starts it again with a scheduler that is consistent."""
+    os._exit(1)
+
+
+def is_worker_loss(error: BaseException) -> bool:
+    """Whether a call failed because its target is gone, rather than because the target could not do it (its own peer being
+    gone included)."""
+    from ray.exceptions import RayActorError, RayTaskError
+
+    return isinstance(error, RayActorError) and not isinstance(error, RayTaskError)
+
+
+def open_flight_log(section: FlightLogSection, scheduler_config: Any) -> FlightLogWriter | None:
+    """The log of a new run in the configured directory, old runs pruned; None when logging is off."""
+    if not section.enabled:
+        return None
+    directory = section.directory or default_flight_log_directory()
+    prune_runs(directory, section.keep_runs - 1)
+    name = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}{SUFFIX}"
+    return FlightLogWriter(
+        directory / name, scheduler_config, segment_bytes=section.segment_mib * MIB, max_segments=section.max_segments
+    )
+
+
+def default_flight_log_directory() -> Path:
+    """$XDG_STATE_HOME/kv-conductor/flight, else ~/.local/state/kv-conductor/flight."""
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "kv-conductor" / "flight"
+
+
+def plan_workers(config: Config) -> list[WorkerPlan]:
+    """The workers that the configuration asks for: `prefill-0`, `prefill-1`, ..., `decode-0`, ... Raises `ClusterError`."""
+    from workers.decode import DecodeWorker
+    from workers.prefill import PrefillWorker
+
+    section = config.workers
+    prefill = [_plan(config, Role.PREFILL, number, PrefillWorker) for number in range(section.prefill)]
+    decode = [_plan(config, Role.DECODE, number, DecodeWorker) for number in range(section.decode)]
+    return prefill + decode
+
+
+def _plan(config: Config, role: Role, number: int, actor_class: type) -> WorkerPlan:
+    from workers.config import WorkerConfig
+
+    section, worker_id = config.workers, f"{role.value}-{number}"
+    try:
+        worker_config = WorkerConfig(
+            worker_id=worker_id,
+            role=role,
+            model=config.model.name,
+            num_blocks=section.prefill_blocks if role is Role.PREFILL else section.decode_blocks,
+            block_tokens=config.scheduler.block_tokens,
+            chunk_tokens=section.chunk_tokens,
+            max_batch=section.max_batch,
+            threads=section.threads,
+            device=section.device,
+            compute_dtype=config.model.compute_dtype,
+            kv_dtype=config.model.kv_dtype,
+            transport=section.transport,
+        )
+    except ValueError as error:
+        raise ClusterError(f"workers: {error}") from None
+    return WorkerPlan(worker_id, role, section.threads, actor_class, worker_config)
+
+
+class Cluster:
+    """Ray, the Conductor and the workers of one deployment. Use on one event loop: `start`, then `stop` whatever happened."""
+
+    def __init__(self, config: Config, plans: list[WorkerPlan], progress: Progress = lambda line: None) -> None:
+        self.config = config
+        self._plans = plans
+        self._progress = progress
+        self._conductor: Any | None = None
+        self._handles: dict[WorkerId, Any] = {}
+        self._specs: dict[WorkerId, WorkerSpec] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._owns_ray = False
+
+    def handle(self, worker_id: WorkerId) -> Any:
+        """The actor handle of a worker's current life. Raises KeyError for an unknown worker."""
+        return self._handles[worker_id]
+
+    @property
+    def conductor(self) -> Any:
+        """The Conductor's actor handle."""
+        if self._conductor is None:
+            raise ClusterError("the cluster has not been started")
+        return self._conductor
+
+    async def start(self) -> None:
+        """Return when every worker has joined. Raises `ClusterError`."""
+        self._progress(
+            "starting Ray" if self.config.cluster.address is None else f"joining Ray at {self.config.cluster.address}"
+        )
+        await asyncio.to_thread(connect, self.config.cluster, self._cpus_needed())
+        self._owns_ray = True
+        self._progress(f"starting the Conductor and {len(self._plans)} workers")
+        self._conductor = self._create_conductor()
+        self._handles = {plan.id: self._create_worker(plan) for plan in self._plans}
+        await self._in_time(asyncio.gather(*(self._join(plan) for plan in self._plans)))
+        self._tasks = [asyncio.create_task(self._supervise_conductor())]
+        self._tasks += [asyncio.create_task(self._supervise(plan)) for plan in self._plans]
+
+    async def stop(self) -> None:
+        """End what `start` has started. A detached cluster goes on without its supervisor."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if not self._owns_ray:
+            return
+        import ray
+
+        if not self.config.cluster.detached:
+            for handle in self._handles.values():
+                ray.kill(handle)
+            if self._conductor is not None:
+                ray.kill(self._conductor)
+        await asyncio.to_thread(ray.shutdown)
+        self._owns_ray = False
+
+    # --- actors -------------------------------------------------------------------------------------------------------
+
+    def _cpus_needed(self) -> int:
+        return self.config.cluster.num_cpus or max(1, sum(plan.threads for plan in self._plans))
+
+    def _create_conductor(self) -> Any:
+        import ray
+
+        options = self._life() | {"name": CONDUCTOR_NAME, "namespace": self.config.cluster.namespace, "num_cpus": 0}
+        options |= {"max_restarts": -1, "max_concurrency": CONDUCTOR_CONCURRENCY}
+        try:
+            return ray.remote(ConductorActor).options(**options).remote(self.config)
+        except ValueError as error:
+            raise ClusterError(f"an actor named {CONDUCTOR_NAME!r} is running in this Ray namespace already: {error}") from None
+
+    def _create_worker(self, plan: WorkerPlan) -> Any:
+        import ray
+
+        environment = {"OMP_NUM_THREADS": str(plan.threads), "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
+        options = self._life() | {"num_cpus": plan.threads, "max_concurrency": WORKER_CONCURRENCY, "max_restarts": 0}
+        options |= {"scheduling_strategy": "SPREAD", "runtime_env": {"env_vars": environment}}
+        return ray.remote(plan.actor_class).options(**options).remote(plan.config)
+
+    def _life(self) -> dict[str, Any]:
+        return {"lifetime": "detached"} if self.config.cluster.detached else {}
+
+    async def _join(self, plan: WorkerPlan) -> None:
+        """Wait until the worker has loaded its model, and introduce it to the Conductor."""
+        handle = self._handles[plan.id]
+        try:
+            spec: WorkerSpec = await handle.describe.remote()
+        except Exception as error:
+            raise ClusterError(f"worker {plan.id} did not start: {first_cause(error)}") from None
+        self._specs[plan.id] = spec
+        await self.conductor.join.remote(spec, handle)
+        self._progress(f"{plan.id} has joined")
+
+    async def _in_time(self, work: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
+        try:
+            async with asyncio.timeout(self.config.cluster.start_timeout_s):
+                await work
+        except TimeoutError:
+            limit_s = self.config.cluster.start_timeout_s
+            raise ClusterError(f"workers took longer than cluster.start_timeout_s = {limit_s:g} s to start") from None
+
+    # --- supervision --------------------------------------------------------------------------------------------------
+
+    async def _supervise(self, plan: WorkerPlan) -> None:
+        """Start the worker again whenever it is lost, with growing pauses while it cannot start."""
+        section = self.config.cluster
+        delay_s = section.restart_delay_s
+        while True:
+            await _until_gone(self._handles[plan.id])
+            _kill(self._handles[plan.id])
+            if not section.restart_workers:
+                logger.warning("worker %s is lost and is not started again (cluster.restart_workers is off)", plan.id)
+                return
+            await asyncio.sleep(delay_s)
+            self._handles[plan.id] = self._create_worker(plan)
+            try:
+                await self._in_time(self._join(plan))
+                delay_s = section.restart_delay_s
+            except Exception as error:
+                logger.error("worker %s could not be started again: %s", plan.id, error)
+                _kill(self._handles[plan.id])
+                delay_s = min(MAX_RESTART_DELAY_S, 2 * max(delay_s, section.restart_delay_s))
+
+    async def _supervise_conductor(self) -> None:
+        """Introduce the workers again whenever the Conductor's process was started again."""
+        while True:
+            await _until_gone(self.conductor)
+            logger.warning("the Conductor was lost; Ray starts it again")
+            for plan in self._plans:
+                spec = self._specs.get(plan.id)
+                if spec is not None:
+                    await self._rejoin(spec, self._handles[plan.id])
+
+    async def _rejoin(self, spec: WorkerSpec, handle: Any) -> None:
+        while True:
+            try:
+                await self.conductor.join.remote(spec, handle)
+            except Exception as error:
+                logger.info("the Conductor does not answer yet: %s", type(error).__name__)
+                await asyncio.sleep(self.config.cluster.restart_delay_s)
+            else:
+                return
+
+
+async def _until_gone(handle: Any) -> None:
+    """Wait until an actor's `alive()` ends, however it ends."""
+    try:
+        await handle.alive.remote()
+    except Exception as error:
+        logger.info("an actor is gone: %s", type(error).__name__)
+
+
+def _kill(handle: Any) -> None:
+    import ray
+
+    ray.kill(handle)
+
+
+def connect(section: ClusterSection, num_cpus: int) -> None:
+    """Start a local Ray, or join the one at `section.address`. Raises `ClusterError`."""
+    os.environ["RAY_AUTH_MODE"] = section.auth_mode
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # actors without a GPU see the devices that there are
+    os.environ["RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"] = "1"
+    import ray
+
+    options: dict[str, Any] = {"namespace": section.namespace, "log_to_driver": False, "logging_level": logging.WARNING}
+    if section.address is None:
+        options |= {"address": "local", "num_cpus": num_cpus, "include_dashboard": section.dashboard}
+        options |= {"object_store_memory": section.object_store_mib * MIB}
+    else:
+        options |= {"address": section.address}
+    try:
+        ray.init(**options)
+    except Exception as error:
+        raise ClusterError(f"Ray did not start: {first_cause(error)}") from None
+
+
+def find_conductor(section: ClusterSection) -> Any:
+    """The Conductor's handle on a cluster that is joined already. Raises `ClusterError`."""
+    import ray
+
+    try:
+        return ray.get_actor(CONDUCTOR_NAME, namespace=section.namespace)
+    except ValueError:
+        raise ClusterError(
+            f"no actor {CONDUCTOR_NAME!r} in the Ray namespace {section.namespace!r}; start `conductor serve`"
+        ) from None
+
+
+def first_cause(error: BaseException) -> str:
+    """One line for people: the message of the exception that began it, without Ray's wrapping."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, BaseException):
+        return first_cause(cause)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

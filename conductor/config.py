@@ -1,0 +1,207 @@
+"""One configuration for everything: a YAML file, overridden by the environment, overridden by flags.
+
+`load` merges the three layers and remembers for every value which of them it came from, so that `conductor config show` can
+say so. An unknown key is an error that names the nearest valid one; a value out of range is an error that names the field,
+the value, where it came from and what is allowed. Environment variables are `CONDUCTOR__SECTION__KEY`, and their values are
+read as YAML scalars (`8`, `true`, `null`, `[a, b]`). The configuration is a frozen value: nobody reads the environment after
+it is loaded.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from conductor.core.config import SchedulerConfig
+from conductor.core.types import SLO
+from conductor.gateway.settings import GatewaySettings
+
+ENVIRONMENT_PREFIX = "CONDUCTOR__"
+DEFAULT_TTFT_SLO_S = 30.0  # the objective of the Mooncake paper's experiments (FAST'25, section 5.1)
+
+PositiveInt = Annotated[int, Field(ge=1)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; the message says which value, where it came from and what is allowed."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ClusterSection(Section):
+    address: str | None = Field(default=None, description="Ray cluster to join; null starts one on this machine")
+    namespace: str = Field(default="conductor", min_length=1, description="Ray namespace of the named actors")
+    num_cpus: PositiveInt | None = Field(
+        default=None, description="CPUs that a local Ray may use; null takes one for each actor"
+    )
+    object_store_mib: int = Field(default=512, ge=80, description="shared memory of a local Ray's object store")
+    dashboard: bool = Field(default=False, description="start the Ray dashboard with a local Ray")
+    auth_mode: Literal["disabled", "token"] = Field(
+        default="token", description="RAY_AUTH_MODE of everything that is started here"
+    )
+    detached: bool = Field(default=False, description="leave Conductor and workers running when this process ends")
+    start_timeout_s: PositiveFloat = Field(default=180.0, description="how long workers may take to load the model")
+    restart_workers: bool = Field(default=True, description="start a lost worker again")
+    restart_delay_s: float = Field(
+        default=0.5, ge=0, description="pause before a lost worker is started again; doubles up to 30 s"
+    )
+
+
+class ModelSection(Section):
+    name: str = Field(default="smollm2-135m", min_length=1, description="built-in model, or a local Hugging Face folder")
+    compute_dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="type of weights and activations")
+    kv_dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="type in which KV is stored")
+
+
+class WorkersSection(Section):
+    prefill: int = Field(default=2, ge=0, le=1024, description="prefill workers")
+    decode: int = Field(default=1, ge=0, le=1024, description="decode workers")
+    device: str = Field(default="cpu", min_length=1, description="torch device")
+    threads: PositiveInt = Field(default=1, description="torch threads of one worker")
+    prefill_blocks: int = Field(default=384, ge=8, description="KV blocks of one prefill worker")
+    decode_blocks: int = Field(default=384, ge=8, description="KV blocks of one decode worker")
+    chunk_tokens: PositiveInt = Field(default=512, description="longest run of prompt tokens computed in one step")
+    transport: str = Field(default="object_store", description="how KV moves between workers")
+    max_batch: PositiveInt = Field(default=16, description="sequences that a decode worker runs together")
+
+
+class FlightLogSection(Section):
+    enabled: bool = Field(default=True, description="record every event and command")
+    directory: Path | None = Field(default=None, description="where runs are recorded; null takes the user's state directory")
+    segment_mib: PositiveInt = Field(default=64, description="size at which a run goes on in its next file")
+    max_segments: int = Field(default=16, ge=2, description="files of one run; the oldest is deleted beyond that")
+    keep_runs: PositiveInt = Field(default=10, description="runs kept in the directory; the oldest is deleted beyond that")
+
+
+class Config(Section):
+    """Everything that can be configured, by section. Tokens of a KV block are `scheduler.block_tokens`, for workers too."""
+
+    cluster: ClusterSection = ClusterSection()
+    model: ModelSection = ModelSection()
+    workers: WorkersSection = WorkersSection()
+    scheduler: SchedulerConfig = SchedulerConfig(slo=SLO(ttft_s=DEFAULT_TTFT_SLO_S))
+    gateway: GatewaySettings = GatewaySettings()
+    flight_log: FlightLogSection = FlightLogSection()
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One value in force: its dotted key, and where it came from."""
+
+    key: str
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedConfig:
+    config: Config
+    sources: Mapping[str, str]
+    """Dotted key to source, for every value that is not a default."""
+
+    def settings(self) -> Iterator[Setting]:
+        """Every value in force, in the order of the sections."""
+        for key, value in _leaves(self.config.model_dump(mode="json")):
+            yield Setting(key, value, self.sources.get(key, "default"))
+
+
+def load(
+    file: Path | None = None, environment: Mapping[str, str] | None = None, flags: Mapping[str, Any] | None = None
+) -> LoadedConfig:
+    """Merge the layers. `flags` maps dotted keys to values; a flag that is None was not given. Raises `ConfigError`."""
+    layers: list[tuple[str, Any, str]] = []
+    if file is not None:
+        layers += [(key, value, f"file {file}") for key, value in _leaves(_read_yaml(file))]
+    for name, text in sorted((environment or {}).items()):
+        if name.startswith(ENVIRONMENT_PREFIX):
+            key = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
+            layers.append((key, _parse_scalar(name, text), f"environment {name}"))
+    layers += [(key, value, "flag") for key, value in (flags or {}).items() if value is not None]
+    return _merge(layers)
+
+
+def _merge(layers: list[tuple[str, Any, str]]) -> LoadedConfig:
+    valid_keys = all_keys()
+    tree: dict[str, Any] = Config().model_dump(mode="json")
+    sources: dict[str, str] = {}
+    for key, value, source in layers:
+        if key not in valid_keys:
+            raise ConfigError(_unknown_key(key, value, source, valid_keys))
+        _set(tree, key.split("."), value)
+        sources[key] = source
+    try:
+        return LoadedConfig(Config.model_validate(tree), sources)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, sources)) from None
+
+
+def _set(tree: dict[str, Any], path: list[str], value: Any) -> None:
+    for name in path[:-1]:
+        tree = tree[name]
+    tree[path[-1]] = value
+
+
+def all_keys() -> list[str]:
+    """Every valid dotted key."""
+    return [key for key, _ in _leaves(Config().model_dump(mode="json"))]
+
+
+def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(tree, dict):
+        yield prefix, tree
+        return
+    for name, value in tree.items():
+        yield from _leaves(value, f"{prefix}.{name}" if prefix else str(name))
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration file {file}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{file} holds {type(content).__name__}; expected a mapping with the sections {list(Config.model_fields)}"
+        )
+    return content
+
+
+def _parse_scalar(name: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"environment {name} = {text!r} is not a valid YAML value") from None
+
+
+def _unknown_key(key: str, value: Any, source: str, valid_keys: list[str]) -> str:
+    below = [valid.removeprefix(f"{key}.") for valid in valid_keys if valid.startswith(f"{key}.")]
+    if below:
+        return f"{key} = {value!r} ({source}) is not allowed; expected a mapping with the keys {', '.join(below)}"
+    nearest = difflib.get_close_matches(key, valid_keys, n=1, cutoff=0.5)
+    hint = f"did you mean {nearest[0]}?" if nearest else f"allowed sections: {', '.join(Config.model_fields)}"
+    return f"unknown configuration key {key} ({source}); {hint}"
+
+
+def _explain(error: ValidationError, sources: Mapping[str, str]) -> str:
+    lines = []
+    for detail in error.errors(include_url=False, include_context=False):
+        key = ".".join(str(part) for part in detail["loc"] if part != "[key]")
+        if detail["type"] == "value_error":  # a section that checks itself; its message names field, value and what is allowed
+            lines.append(f"{key}: {detail['msg'].removeprefix('Value error, ')}")
+        else:
+            source = sources.get(key, "default")
+            lines.append(f"{key} = {detail['input']!r} ({source}) is not allowed: {detail['msg']}")
+    return "\n".join(lines)

@@ -1,0 +1,76 @@
+"""How far the prefill model may be trusted, from what was predicted and what really happened.
+
+Each worker has a multiplicative correction, a bounded exponentially weighted mean of actual over predicted time, so that
+drift and a wrong profile are followed. Estimates count as calibrated only while recent observations agree with them: a
+model that is ten times wrong, or has never been held against reality, or has not been for long, rejects nothing (I12).
+Workers of one profile share their evidence; a worker that has just joined starts with its group's correction. Warm-up
+samples are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from conductor.core.config import CalibrationConfig
+from conductor.core.cost_profile import CostProfile
+from conductor.core.prefill_pool import PrefillPool
+from conductor.core.types import WorkerId
+
+
+@dataclass(slots=True)
+class Evidence:
+    """Running means over observations; early ones weigh more, until `learning_rate` is reached."""
+
+    observations: int = 0
+    correction: float = 1.0
+    log_error: float = 0.0
+
+    def weigh(self, ratio: float, log_error: float, config: CalibrationConfig) -> None:
+        self.observations += 1
+        rate = max(config.learning_rate, 1.0 / self.observations)
+        bounded = min(max(ratio, 1.0 / config.max_correction), config.max_correction)
+        self.correction += rate * (bounded - self.correction)
+        self.log_error += rate * (log_error - self.log_error)
+
+
+class Calibration:
+    def __init__(self, config: CalibrationConfig) -> None:
+        self._config = config
+        self._workers: dict[WorkerId, Evidence] = {}
+        self._groups: dict[CostProfile, Evidence] = {}
+
+    def joined(self, worker: WorkerId, pool: PrefillPool) -> None:
+        group = self._groups.setdefault(pool.specs[worker].profile, Evidence())
+        self._workers[worker] = Evidence(correction=group.correction)
+        pool.correction[pool.row[worker]] = group.correction
+
+    def left(self, worker: WorkerId) -> None:
+        self._workers.pop(worker, None)
+
+    def observe(self, worker: WorkerId, base_s: float, actual_s: float, pool: PrefillPool, now: float) -> None:
+        """Learn from one prefill: `base_s` is the profile's uncorrected time for what was really computed."""
+        if base_s <= 0.0 or actual_s <= 0.0:
+            return
+        profile = pool.specs[worker].profile
+        own, group, ratio = self._workers[worker], self._groups[profile], actual_s / base_s
+        log_error = abs(math.log(ratio / own.correction))
+        own.weigh(ratio, log_error, self._config)
+        group.weigh(ratio, log_error, self._config)
+        row = pool.row[worker]
+        pool.correction[row] = own.correction
+        pool.low_factor[row] = min(profile.residuals.p10, math.exp(-own.log_error))
+        pool.high_factor[row] = max(profile.residuals.p90, math.exp(own.log_error))
+        self._confirm(profile, group, pool, now)
+
+    def _confirm(self, profile: CostProfile, group: Evidence, pool: PrefillPool, now: float) -> None:
+        """Extend, or end, the time for which the group's estimates count as calibrated."""
+        supported = (
+            profile.calibrated
+            and group.observations >= self._config.min_observations
+            and group.log_error <= self._config.max_log_error
+        )
+        for worker, row in pool.row.items():
+            if pool.specs[worker].profile == profile:
+                agrees = supported and self._workers[worker].log_error <= self._config.max_log_error
+                pool.calibrated_until_s[row] = now + self._config.ttl_s if agrees else -math.inf

@@ -1,0 +1,141 @@
+"""The scheduler's belief about the cluster: who is there, what each has to do, and what moves on which link.
+
+Belief is never the truth: `queue` and `reservations` count what the scheduler has itself dispatched from the moment it did so
+(expected), and reports correct them (confirmed). What workers hold in their caches is the prefix index's business; the
+view only knows the index slots of each worker's caches.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from conductor.core.decode_pool import DecodePool
+from conductor.core.prefill_pool import PrefillPool
+from conductor.core.prefix_index import PrefixIndex
+from conductor.core.types import Holder, InvariantError, Role, Tier, WorkerId, WorkerSpec
+
+SHARED_STORE = "shared"
+EMPTY = Holder("", Tier.DEVICE)
+"""A holder that never holds anything: the slot of a tier that a worker does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """A transfer in flight: from one owner of blocks (worker, node or shared store) into a worker."""
+
+    source: str
+    target: WorkerId
+
+
+class ClusterView:
+    def __init__(self, index: PrefixIndex) -> None:
+        self.prefill = PrefillPool()
+        self.decode = DecodePool()
+        self.epochs: dict[WorkerId, int] = {}
+        self.specs: dict[WorkerId, WorkerSpec] = {}
+        self.holder_of_slot: dict[int, Holder] = {}
+        self._slot_of_holder: dict[Holder, int] = {}
+        self._index = index
+        self._flows: dict[Flow, int] = {}
+        self._flows_out: dict[str, int] = {}
+        self._empty_slot = index.add(EMPTY)
+
+    def join(self, spec: WorkerSpec, epoch: int) -> None:
+        self.epochs[spec.id] = epoch
+        self.specs[spec.id] = spec
+        slot = self.know_holder(Holder(spec.id, Tier.DEVICE))
+        if spec.role is not Role.DECODE:
+            tiers = {Tier.HOST: "host_slot", Tier.DISK: "disk_slot", Tier.SHARED: "shared_slot"}
+            slots = {
+                name: self.know_holder(self.holder(spec.id, tier)) if tier in spec.capacity_blocks else self._empty_slot
+                for tier, name in tiers.items()
+            }
+            self.prefill.join(spec, {"slot": slot, **slots})
+        if spec.role is not Role.PREFILL:
+            self.decode.join(spec, slot)
+        self._restore_flow_counts(spec.id)
+
+    def leave(self, worker: WorkerId) -> None:
+        del self.epochs[worker]
+        spec = self.specs.pop(worker)
+        if worker in self.prefill:
+            self.prefill.leave(worker)
+        if worker in self.decode:
+            self.decode.leave(worker)
+        self.forget_holder(Holder(worker, Tier.DEVICE))
+        if not any(other.node == spec.node for other in self.specs.values()):
+            self.forget_holder(Holder(spec.node, Tier.HOST))
+            self.forget_holder(Holder(spec.node, Tier.DISK))
+
+    def drain(self, worker: WorkerId) -> None:
+        for pool in (self.prefill, self.decode):
+            if worker in pool:
+                pool.accepts[pool.row[worker]] = False
+
+    def holder(self, source: str, tier: Tier) -> Holder:
+        """Where blocks lie that `source` reports in `tier`: a worker's lower tiers are its node's, the shared store is one."""
+        if tier is Tier.SHARED:
+            return Holder(SHARED_STORE, tier)
+        spec = self.specs.get(source)
+        return Holder(source if spec is None or tier is Tier.DEVICE else spec.node, tier)
+
+    def forget_holder(self, holder: Holder) -> None:
+        """Drop every claim of a holder that is gone (I8)."""
+        slot = self._slot_of_holder.pop(holder, None)
+        if slot is not None:
+            del self.holder_of_slot[slot]
+            self._index.discard(holder)
+
+    def flows_out(self, owner: str) -> int:
+        return self._flows_out.get(owner, 0)
+
+    def open_flow(self, flow: Flow) -> None:
+        self._count(flow, 1)
+
+    def close_flow(self, flow: Flow) -> None:
+        self._count(flow, -1)
+
+    def nic_bytes_per_s(self, owner: str) -> float:
+        """Line rate of the link on which an owner of blocks sends; an owner without one of its own is not the bottleneck."""
+        spec = self.specs.get(owner)
+        return math.inf if spec is None or spec.nic_bytes_per_s is None else spec.nic_bytes_per_s
+
+    def check(self) -> None:
+        self.prefill.check()
+        self.decode.check()
+        if set(self.specs) != set(self.prefill.ids) | set(self.decode.ids) or set(self.specs) != set(self.epochs):
+            raise InvariantError(
+                f"known workers {sorted(self.specs)} differ from the pools' {self.prefill.ids + self.decode.ids}"
+            )
+        if any(count <= 0 for count in self._flows.values()):
+            raise InvariantError(f"transfers were closed more often than opened: {self._flows}")
+
+    def know_holder(self, holder: Holder) -> int:
+        """The index slot of a holder; from here on its blocks may be fetched."""
+        slot = self._slot_of_holder.get(holder)
+        if slot is None:
+            slot = self._slot_of_holder[holder] = self._index.add(holder)
+            self.holder_of_slot[slot] = holder
+        return slot
+
+    def _count(self, flow: Flow, step: int) -> None:
+        self._flows[flow] = self._flows.get(flow, 0) + step
+        self._flows_out[flow.source] = self._flows_out.get(flow.source, 0) + step
+        if not self._flows[flow]:
+            del self._flows[flow]
+        if not self._flows_out[flow.source]:
+            del self._flows_out[flow.source]
+        for pool in (self.prefill, self.decode):
+            if flow.source in pool:
+                pool.flows_out[pool.row[flow.source]] += step
+            if flow.target in pool:
+                pool.flows_in[pool.row[flow.target]] += step
+
+    def _restore_flow_counts(self, worker: WorkerId) -> None:
+        """A worker may come back while transfers of its former life are still counted."""
+        incoming = sum(count for flow, count in self._flows.items() if flow.target == worker)
+        for pool in (self.prefill, self.decode):
+            if worker in pool:
+                pool.flows_in[pool.row[worker]] = incoming
+                pool.flows_out[pool.row[worker]] = self.flows_out(worker)

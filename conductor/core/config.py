@@ -1,0 +1,108 @@
+"""Everything that an operator may set about decisions, with its default and its bounds.
+
+The scheduler reads no file and no environment: the edge (`conductor/config.py`) builds these values and hands them in. All of
+them are plain numbers and names, so a flight log can carry the configuration that it was made under.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from conductor.core.types import SLO, Priority
+
+ADMISSIONS = ("none", "on_prefill_done", "early", "predictive")
+
+
+@dataclass(frozen=True, slots=True)
+class QueueConfig:
+    """Late binding: requests wait centrally and reach a prefill worker when it is about to go idle.
+
+    `dispatch_ahead_s` is how long before the predicted end of a worker's work the next request is sent to it.
+    `burst_window_s` is how long arrivals are collected before they are assigned together; 0 collects those of one instant.
+    Order is by `work_s + aging * arrival time`: after `w / aging` seconds a request overtakes every shorter one by `w`
+    seconds of work, so nobody starves; whoever has waited `max_wait_s` goes first whatever its length. A priority class is
+    worth `priority_step_s` seconds of work. `max_requests` bounds the queue (None: unbounded).
+    """
+
+    dispatch_ahead_s: float = 0.005
+    burst_window_s: float = 0.0
+    aging: float = 0.05
+    max_wait_s: float = 30.0
+    priority_step_s: float = 1.0
+    max_requests: int | None = None
+    orphan_wait_s: float = 30.0  # how long an interrupted request may wait for any worker to come back
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationConfig:
+    """The background replicator. `budget_bytes_per_s` of 0 turns it off (copies then follow demand alone)."""
+
+    budget_bytes_per_s: float = 0.0
+    interval_s: float = 1.0
+    heat_half_life_s: float = 60.0
+    min_heat: float = 4.0
+    max_replicas: int = 4
+    tracked_prefixes: int = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationConfig:
+    """When an estimate may reject: enough recent observations that agree with what was predicted.
+
+    An observation disagrees when the mean of |log(actual / predicted)| exceeds `max_log_error`. `ttl_s` without any observation
+    makes the estimate uncalibrated again.
+    """
+
+    min_observations: int = 4
+    max_log_error: float = 0.5
+    ttl_s: float = 300.0
+    learning_rate: float = 0.1
+    max_correction: float = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """`slo` fills in the objectives that a request leaves open. `kvcache_balancing_threshold` is the one of Algorithm 1.
+
+    `rejection_bias` scales predicted times before they are held against an objective, by priority class: above 1 a class is
+    shed early, below 1 it is given the benefit of the doubt. `late_binding` None leaves it to the policy.
+    """
+
+    block_tokens: int = 64
+    policy: str = "kvcache_centric"
+    admission: str = "early"
+    slo: SLO = field(default_factory=SLO)
+    kvcache_balancing_threshold: float = 1.5
+    allow_pull: bool = True
+    late_binding: bool | None = None
+    rejection_bias: Mapping[Priority, float] = field(
+        default_factory=lambda: {Priority.HIGH: 0.8, Priority.NORMAL: 1.0, Priority.LOW: 1.25}
+    )
+    load_threshold: float = 1.0
+    max_attempts: int = 4
+    resume_timeout_s: float = 60.0
+    snapshot_retry_s: float = 2.0
+    decision_records: int = 2048
+    seed: int = 0
+    queue: QueueConfig = QueueConfig()
+    calibration: CalibrationConfig = CalibrationConfig()
+    migration: MigrationConfig = MigrationConfig()
+
+    def __post_init__(self) -> None:
+        _require(self.block_tokens >= 1, "block_tokens", self.block_tokens, "an integer of at least 1")
+        _require(self.admission in ADMISSIONS, "admission", self.admission, f"one of {', '.join(ADMISSIONS)}")
+        _require(
+            self.kvcache_balancing_threshold >= 1.0,
+            "kvcache_balancing_threshold",
+            self.kvcache_balancing_threshold,
+            "at least 1 (the best holder itself has ratio 1 and must not pull from itself)",
+        )
+        _require(self.max_attempts >= 1, "max_attempts", self.max_attempts, "an integer of at least 1")
+        _require(self.decision_records >= 0, "decision_records", self.decision_records, "an integer of at least 0")
+        _require(self.queue.aging > 0, "queue.aging", self.queue.aging, "more than 0, or long requests could starve")
+
+
+def _require(allowed: bool, name: str, value: object, expected: str) -> None:
+    if not allowed:
+        raise ValueError(f"{name} is {value!r}; it must be {expected}")

@@ -1,0 +1,121 @@
+"""The choice of a prefill and a decode worker: what a policy sees, what it answers, and the policies by name.
+
+A policy is a function from a `Situation` to a `Choice`, or None when nobody can take the request. It sees the scheduler's
+belief and decides; it changes nothing. Equal scores go to the lower worker id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from conductor.core.cluster_view import ClusterView
+from conductor.core.config import SchedulerConfig
+from conductor.core.tbt import DecodeChoice, DecodeNeed, choose_decode
+from conductor.core.ttft import Candidates, PrefillTerms
+from conductor.core.types import Request, Role, WorkerId
+from conductor.core.worker_table import BoolArray, FloatArray, WorkerTable
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """One request and everything that a policy may know. `sequence` counts decisions; `waiting` requests are queued behind."""
+
+    request: Request
+    terms: PrefillTerms
+    need: DecodeNeed
+    view: ClusterView
+    config: SchedulerConfig
+    now: float
+    sequence: int
+    waited_s: float
+    waiting: int
+    prefill_eligible: BoolArray
+    decode_eligible: BoolArray
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A policy's answer: the row of the prefill worker among `candidates`, and the decode worker."""
+
+    candidates: Candidates
+    row: int
+    decode: DecodeChoice
+
+    @property
+    def prefill(self) -> WorkerId:
+        return self.candidates.ids[self.row]
+
+
+Policy: TypeAlias = Callable[[Situation], Choice | None]
+
+
+def eligible(table: WorkerTable, request: Request, avoid: frozenset[WorkerId], accepts: BoolArray) -> BoolArray:
+    """Workers that take new work of the request's model and did not just fail it."""
+    if not request.model and not avoid:
+        return accepts
+    serves = [
+        worker not in avoid and (not request.model or table.specs[worker].model in ("", request.model)) for worker in table.ids
+    ]
+    usable: BoolArray = accepts & np.array(serves, dtype=np.bool_)
+    return usable
+
+
+def lowest(score: FloatArray, usable: BoolArray) -> int | None:
+    """The first row with the lowest score among the usable ones."""
+    if not usable.any():
+        return None
+    return int(np.where(usable, score, np.inf).argmin())
+
+
+def decode_beside(situation: Situation, prefill: WorkerId) -> DecodeChoice | None:
+    """The decode worker for a request that prefills on `prefill`: a coupled engine keeps it."""
+    pool = situation.view.decode
+    wanted = situation.decode_eligible
+    if situation.view.specs[prefill].role is Role.COUPLED:
+        wanted = np.zeros(len(pool), dtype=np.bool_)
+        wanted[pool.row[prefill]] = True
+    return choose_decode(pool, situation.need, wanted, situation.now)
+
+
+def local_candidates(situation: Situation, score: FloatArray | None = None) -> Candidates:
+    """Candidates that reuse what they hold themselves. Without a `score` it is the estimated TTFT."""
+    terms = situation.terms
+    prefill_s = terms.prefill_s(terms.local_tokens)
+    nothing = np.zeros_like(prefill_s)
+    return candidates(terms, nothing, prefill_s, nothing, terms.queue_s + prefill_s if score is None else score)
+
+
+def candidates(
+    terms: PrefillTerms, transfer_s: FloatArray, prefill_s: FloatArray, fetched_tokens: FloatArray, score: FloatArray
+) -> Candidates:
+    """Candidates that fetch `fetched_tokens` from the best holder."""
+    pool = terms.pool
+    return Candidates(
+        ids=pool.ids,
+        queue_s=terms.queue_s,
+        transfer_s=transfer_s,
+        prefill_s=prefill_s,
+        local_tokens=terms.local_tokens,
+        fetched_tokens=fetched_tokens,
+        sources=(terms.best,),
+        source_code=np.zeros_like(prefill_s),
+        score=score,
+        calibrated=pool.calibrated_until_s >= terms.now,
+        low_factor=pool.low_factor,
+        high_factor=pool.high_factor,
+    )
+
+
+def finish(situation: Situation, table: Candidates, row: int | None) -> Choice | None:
+    """Complete a prefill choice with its decode worker."""
+    if row is None:
+        return None
+    decode = decode_beside(situation, table.ids[row])
+    return None if decode is None else Choice(table, row, decode)
+
+
+PolicyTable: TypeAlias = Mapping[str, Policy]

@@ -1,0 +1,20 @@
+"""The placement policies by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from conductor.core.placement import Policy
+from conductor.core.policies.baselines import place_least_loaded, place_local_cache_aware, place_random, place_round_robin
+from conductor.core.policies.kvcache_centric import place_kvcache_centric
+
+POLICIES: Mapping[str, Policy] = MappingProxyType(
+    {
+        "random": place_random,
+        "round_robin": place_round_robin,
+        "least_loaded": place_least_loaded,
+        "local_cache_aware": place_local_cache_aware,
+        "kvcache_centric": place_kvcache_centric,
+    }
+)

@@ -1,0 +1,206 @@
+"""What the scheduler believes of the prefill workers: their queues, speed, links and the index slots of their caches.
+
+Queue time is the predicted remaining time of what a worker runs plus the predicted time of what it has queued. Work counts from
+the moment it is dispatched, before the worker has said a word, so that a burst does not herd onto one worker; reports
+correct it (`PrefillStarted`, `PrefillFinished`, `LoadReported`). It is never negative: the running part is an end time that
+`now` overtakes, the queued part a sum over the requests that are really there. (Mooncake FAST'25, EstimatePrefillQueueTime.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import ClassVar
+
+import numpy as np
+
+from conductor.core.types import InvariantError, RequestId, Role, Tier, WorkerId, WorkerLoad, WorkerSpec
+from conductor.core.worker_table import BoolArray, FloatArray, IntArray, WorkerTable
+
+UNCHUNKED_TOKENS = 2.0**40
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillJob:
+    """Work that one request means for its prefill worker, as predicted when it was dispatched."""
+
+    work_s: float
+    new_tokens: int
+
+
+class PrefillPool(WorkerTable):
+    COLUMNS: ClassVar[Mapping[str, type]] = {
+        "slot": np.int64,
+        "host_slot": np.int64,
+        "disk_slot": np.int64,
+        "shared_slot": np.int64,
+        "base_s": np.float64,
+        "per_token_s": np.float64,
+        "per_token2_s": np.float64,
+        "chunk_tokens": np.float64,
+        "running_end_s": np.float64,
+        "pending_s": np.float64,
+        "foreign_s": np.float64,
+        "active_tokens": np.float64,
+        "jobs": np.int64,
+        "correction": np.float64,
+        "calibrated_until_s": np.float64,
+        "low_factor": np.float64,
+        "high_factor": np.float64,
+        "trust": np.float64,
+        "nic_bytes_per_s": np.float64,
+        "link_bytes_per_s": np.float64,
+        "host_bytes_per_s": np.float64,
+        "disk_bytes_per_s": np.float64,
+        "shared_bytes_per_s": np.float64,
+        "latency_s": np.float64,
+        "kv_bytes_per_token": np.float64,
+        "layer_groups": np.float64,
+        "flows_in": np.float64,
+        "flows_out": np.float64,
+        "capacity_blocks": np.float64,
+        "accepts": np.bool_,
+    }
+
+    slot: IntArray
+    host_slot: IntArray
+    disk_slot: IntArray
+    shared_slot: IntArray
+    base_s: FloatArray
+    per_token_s: FloatArray
+    per_token2_s: FloatArray
+    chunk_tokens: FloatArray
+    running_end_s: FloatArray
+    pending_s: FloatArray
+    foreign_s: FloatArray
+    active_tokens: FloatArray
+    jobs: IntArray
+    correction: FloatArray
+    calibrated_until_s: FloatArray
+    low_factor: FloatArray
+    high_factor: FloatArray
+    trust: FloatArray
+    nic_bytes_per_s: FloatArray
+    link_bytes_per_s: FloatArray
+    host_bytes_per_s: FloatArray
+    disk_bytes_per_s: FloatArray
+    shared_bytes_per_s: FloatArray
+    latency_s: FloatArray
+    kv_bytes_per_token: FloatArray
+    layer_groups: FloatArray
+    flows_in: FloatArray
+    flows_out: FloatArray
+    capacity_blocks: FloatArray
+    accepts: BoolArray
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._work: dict[WorkerId, dict[RequestId, PrefillJob]] = {}
+        self.distrusted = False  # whether any worker's claims are discounted
+
+    def join(self, spec: WorkerSpec, slots: Mapping[str, int]) -> None:
+        """Add a worker. `slots` gives the index slot of its device pool and of the lower tiers that it can restore from."""
+        profile = spec.profile
+        values: dict[str, float] = {
+            "base_s": profile.prefill_base_s,
+            "per_token_s": profile.prefill_per_token_s,
+            "per_token2_s": profile.prefill_per_token2_s,
+            "chunk_tokens": UNCHUNKED_TOKENS if profile.chunk_tokens is None else profile.chunk_tokens,
+            "correction": 1.0,
+            "calibrated_until_s": -math.inf,
+            "low_factor": profile.residuals.p10,
+            "high_factor": profile.residuals.p90,
+            "trust": 1.0,
+            "nic_bytes_per_s": math.inf if spec.nic_bytes_per_s is None else spec.nic_bytes_per_s,
+            "link_bytes_per_s": profile.transfer_bytes_per_s,
+            "host_bytes_per_s": _tier_bytes_per_s(spec, Tier.HOST),
+            "disk_bytes_per_s": _tier_bytes_per_s(spec, Tier.DISK),
+            "shared_bytes_per_s": _tier_bytes_per_s(spec, Tier.SHARED),
+            "latency_s": profile.transfer_latency_s,
+            "kv_bytes_per_token": profile.kv_bytes_per_token,
+            "layer_groups": profile.layer_groups,
+            "capacity_blocks": spec.capacity_blocks.get(Tier.DEVICE, math.inf),
+            "accepts": spec.role is not Role.DECODE,
+        }
+        self._insert(spec, {**values, **slots})
+        self._work[spec.id] = {}
+
+    def leave(self, worker: WorkerId) -> None:
+        self._delete(worker)
+        del self._work[worker]
+
+    def queue_s(self, now: float) -> FloatArray:
+        """Seconds until each worker could start something more."""
+        queue: FloatArray = np.maximum(self.running_end_s - now, 0.0)
+        queue += self.pending_s
+        queue += self.foreign_s
+        return queue
+
+    def worker_queue_s(self, worker: WorkerId, now: float) -> float:
+        row = self.row[worker]
+        return max(float(self.running_end_s[row]) - now, 0.0) + float(self.pending_s[row]) + float(self.foreign_s[row])
+
+    def outstanding(self, worker: WorkerId) -> Mapping[RequestId, PrefillJob]:
+        return self._work[worker]
+
+    def book(self, worker: WorkerId, request: RequestId, job: PrefillJob, now: float) -> None:
+        """Count work that has just been dispatched."""
+        work, row = self._work[worker], self.row[worker]
+        if work:
+            self.pending_s[row] += job.work_s
+        else:
+            self.running_end_s[row] = now + job.work_s
+        work[request] = job
+        self.jobs[row] = len(work)
+        self.active_tokens[row] += job.new_tokens
+
+    def started(self, worker: WorkerId, request: RequestId, now: float) -> None:
+        """The worker began with `request`; a request that overtook others leaves the sum as it is."""
+        work = self._work[worker]
+        if request in work and next(iter(work)) == request:
+            self.running_end_s[self.row[worker]] = now + work[request].work_s
+
+    def release(self, worker: WorkerId, request: RequestId, now: float) -> None:
+        """The request's work is done or given up; the next one in line counts as running from `now`."""
+        work, row = self._work[worker], self.row[worker]
+        if request not in work:
+            return
+        was_running = next(iter(work)) == request
+        self.active_tokens[row] -= work.pop(request).new_tokens
+        self.jobs[row] = len(work)
+        self.pending_s[row] = sum(job.work_s for job in islice(work.values(), 1, None))
+        if was_running:
+            following = next(iter(work.values())).work_s if work else 0.0
+            self.running_end_s[row] = now + following
+
+    def report(self, worker: WorkerId, load: WorkerLoad, now: float) -> None:
+        """Correct the belief by what the worker says. What was dispatched since it looked is still counted from our side."""
+        row = self.row[worker]
+        if load.running_prefill_remaining_s > 0.0:
+            self.running_end_s[row] = now + load.running_prefill_remaining_s
+        unknown_tokens = max(0, load.queued_prefill_tokens - int(self.active_tokens[row]))
+        self.foreign_s[row] = unknown_tokens * float(self.per_token_s[row] * self.correction[row])
+
+    def prefill_s(self, worker: WorkerId, prompt_tokens: int, reused_tokens: int) -> float:
+        """Corrected prediction for one worker."""
+        predicted = self.specs[worker].profile.prefill_s(prompt_tokens, reused_tokens)
+        return predicted * float(self.correction[self.row[worker]])
+
+    def check(self) -> None:
+        super().check()
+        for worker, row in self.row.items():
+            work = self._work[worker]
+            if self.jobs[row] != len(work) or int(self.active_tokens[row]) != sum(job.new_tokens for job in work.values()):
+                raise InvariantError(f"{worker}: {self.jobs[row]} jobs counted, {len(work)} outstanding")
+            if self.pending_s[row] < 0.0 or (len(work) < 2 and self.pending_s[row] != 0.0):
+                raise InvariantError(f"{worker}: {self.pending_s[row]} s pending for {len(work)} outstanding requests")
+            if self.flows_in[row] < 0 or self.flows_out[row] < 0:
+                raise InvariantError(f"{worker}: negative number of transfers in flight")
+
+
+def _tier_bytes_per_s(spec: WorkerSpec, tier: Tier) -> float:
+    """The profile's bandwidth of a tier, which it lists in order of `Tier`; a tier that it leaves out costs no time."""
+    listed = spec.profile.tier_bytes_per_s
+    return listed[tier] if tier < len(listed) else math.inf

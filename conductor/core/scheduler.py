@@ -1,0 +1,416 @@
+"""The whole scheduling policy: give it events and the time, carry out the commands that it answers.
+
+The scheduler owns the state and decides nothing itself: a policy chooses (`placement.py`), admission accepts or refuses
+(`admission.py`), and what this module does is to keep the belief in step. No clock, no I/O, no randomness: equal events at
+equal times give equal commands. Any order of events is accepted: what is late, repeated or about something unknown changes
+nothing. Time that seems to go back counts as no time passing (I6).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from conductor.core import admission
+from conductor.core.block_reports import BlockReports
+from conductor.core.calibration import Calibration
+from conductor.core.cluster_view import ClusterView, Flow
+from conductor.core.commands import Cancel, Command, Reject, ResumeRequest, StartDecode, StartPrefill
+from conductor.core.config import SchedulerConfig
+from conductor.core.events import (
+    BlocksRemoved,
+    BlocksStored,
+    CacheCleared,
+    Event,
+    FirstToken,
+    HandoverFinished,
+    IndexSnapshot,
+    LoadReported,
+    PrefillFinished,
+    PrefillStarted,
+    RequestArrived,
+    RequestCancelled,
+    RequestFailed,
+    RequestFinished,
+    RequestResumed,
+    Tick,
+    TransferFailed,
+    TransferFinished,
+    WorkerDraining,
+    WorkerJoined,
+    WorkerLost,
+)
+from conductor.core.output_length import OutputLengths
+from conductor.core.placement import Policy, Situation, eligible
+from conductor.core.policies import POLICIES
+from conductor.core.prefill_pool import PrefillJob
+from conductor.core.prefix_index import PrefixIndex
+from conductor.core.requests import Outcome, Phase, RequestState, RequestTable
+from conductor.core.tbt import DecodeNeed, choose_decode
+from conductor.core.ttft import prefill_terms
+from conductor.core.types import (
+    FinishReason,
+    Holder,
+    Placement,
+    Rejection,
+    RejectReason,
+    Request,
+    Tier,
+    WorkerId,
+)
+
+EXPECTATION_GRACE_S = 30.0
+
+OUTCOMES = {
+    FinishReason.STOP: Outcome.FINISHED,
+    FinishReason.LENGTH: Outcome.FINISHED,
+    FinishReason.CANCELLED: Outcome.CANCELLED,
+    FinishReason.FAILED: Outcome.FAILED,
+}
+
+
+class Scheduler:
+    """One per cluster. `policy` overrides the named one with a function of the same signature."""
+
+    def __init__(
+        self, config: SchedulerConfig | None = None, *, policy: Policy | None = None, index: PrefixIndex | None = None
+    ) -> None:
+        self.config = config or SchedulerConfig()
+        self._policy = policy or _named_policy(self.config.policy)
+        self._index = index or PrefixIndex()
+        self._view = ClusterView(self._index)
+        self._reports = BlockReports(self._index, self._view, self.config.snapshot_retry_s)
+        self._calibration = Calibration(self.config.calibration)
+        self._outputs = OutputLengths()
+        self._requests = RequestTable()
+        self._now = -math.inf
+        self._decisions = 0
+        self._handlers: dict[type, Callable[[Any, float], list[Command]]] = {
+            RequestArrived: self._handle_request_arrived,
+            RequestResumed: self._handle_request_resumed,
+            RequestCancelled: self._handle_request_cancelled,
+            WorkerJoined: self._handle_worker_joined,
+            WorkerLost: self._handle_worker_lost,
+            WorkerDraining: self._handle_worker_draining,
+            BlocksStored: self._reports.stored,
+            BlocksRemoved: self._reports.removed,
+            CacheCleared: self._reports.cleared,
+            IndexSnapshot: self._reports.snapshot,
+            LoadReported: self._handle_load_reported,
+            PrefillStarted: self._handle_prefill_started,
+            PrefillFinished: self._handle_prefill_finished,
+            HandoverFinished: self._handle_handover_finished,
+            FirstToken: self._handle_first_token,
+            RequestFinished: self._handle_request_finished,
+            RequestFailed: self._handle_request_failed,
+            TransferFinished: self._handle_transfer_finished,
+            TransferFailed: self._handle_transfer_failed,
+            Tick: self._handle_tick,
+        }
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """Take in one event and answer with what is to be done. Never raises on the order of events."""
+        if now > self._now:
+            self._now = now
+        return self._handlers[type(event)](event, self._now)
+
+    def next_deadline(self) -> float | None:
+        """When `handle(Tick(), now)` is due at the latest; None when nothing waits for time to pass."""
+        deadline = min(self._reports.next_deadline(), self._resume_deadline())
+        return None if deadline == math.inf else deadline
+
+    def check(self) -> None:
+        """Raise `InvariantError` if the state contradicts itself. O(state)."""
+        self._requests.check()
+        self._view.check()
+        self._reports.check()
+        self._index.check()
+
+    # requests
+
+    def _handle_request_arrived(self, event: RequestArrived, now: float) -> list[Command]:
+        request = event.request
+        if self._requests.get(request.id) is not None:
+            return []
+        state = RequestState(request, arrived_s=now, phase_since_s=now)
+        self._requests.add(state)
+        return self._decide(state, now)
+
+    def _handle_request_resumed(self, event: RequestResumed, now: float) -> list[Command]:
+        state = self._requests.get(event.request.id)
+        if state is None or state.phase is not Phase.INTERRUPTED or event.request.attempt != state.request.attempt + 1:
+            return []
+        state.request = event.request
+        self._enter(state, Phase.WAITING, now)
+        return self._decide(state, now)
+
+    def _handle_request_cancelled(self, event: RequestCancelled, now: float) -> list[Command]:
+        state = self._requests.get(event.request_id)
+        if state is None:
+            return []
+        workers = state.workers
+        self._release(state, now)
+        self._requests.end(event.request_id, Outcome.CANCELLED)
+        return [Cancel(event.request_id, state.request.attempt, workers)] if workers else []
+
+    def _decide(self, state: RequestState, now: float) -> list[Command]:
+        situation = self._situation(state, now)
+        choice = None if situation is None else self._policy(situation)
+        if situation is None or choice is None:
+            return self._reject(state, self._nobody(state.request))
+        self._decisions += 1
+        decision = admission.admit(situation, choice)
+        if isinstance(decision, Rejection):
+            return self._reject(state, decision)
+        self._book(state, decision, situation.need, now)
+        return [StartPrefill(decision)]
+
+    def _situation(self, state: RequestState, now: float) -> Situation | None:
+        view, request = self._view, state.request
+        if not view.prefill.ids or not view.decode.ids:
+            return None
+        match = self._index.match(request.block_hashes)
+        return Situation(
+            request=request,
+            terms=prefill_terms(request, match, view, self.config.block_tokens, now),
+            need=self._decode_need(request),
+            view=view,
+            config=self.config,
+            now=now,
+            sequence=self._decisions,
+            waited_s=now - state.arrived_s,
+            waiting=0,
+            prefill_eligible=eligible(view.prefill, request, state.avoid, view.prefill.accepts),
+            decode_eligible=eligible(view.decode, request, state.avoid, view.decode.accepts),
+        )
+
+    def _decode_need(self, request: Request) -> DecodeNeed:
+        tokens = request.prompt_tokens + self._outputs.expected_tokens(request)
+        return DecodeNeed(-(-tokens // self.config.block_tokens), request.prompt_tokens)
+
+    def _nobody(self, request: Request) -> Rejection:
+        if not self._view.prefill.accepts.any():
+            return admission.refuse(request, RejectReason.NO_PREFILL, "no prefill worker takes requests", 1.0)
+        return admission.refuse(request, RejectReason.NO_DECODE, "no decode worker takes requests", 1.0)
+
+    def _reject(self, state: RequestState, rejection: Rejection) -> list[Command]:
+        self._requests.end(state.request.id, Outcome.REJECTED)
+        return [Reject(rejection)]
+
+    def _book(self, state: RequestState, placement: Placement, need: DecodeNeed, now: float) -> None:
+        request, view = state.request, self._view
+        state.placement, state.placed_s = placement, now
+        self._enter(state, Phase.PREFILL, now)
+        reuse = placement.reuse
+        job = PrefillJob(placement.ttft.prefill_s + placement.ttft.transfer_s, request.prompt_tokens - reuse.reused_tokens)
+        view.prefill.book(placement.prefill, request.id, job, now)
+        if reuse.source is not None:
+            state.pull = Flow(reuse.source.owner, placement.prefill)
+            view.open_flow(state.pull)
+        if placement.decode is not None:
+            self._reserve(state, placement.decode, need)
+        until_s = now + placement.ttft.high_s + EXPECTATION_GRACE_S
+        self._index.expect(Holder(placement.prefill, Tier.DEVICE), request.block_hashes, until_s)
+
+    def _reserve(self, state: RequestState, decode: WorkerId, need: DecodeNeed) -> None:
+        state.decode = decode
+        self._view.decode.reserve(decode, state.request.id, need.blocks, need.context_tokens)
+
+    # progress of requests
+
+    def _handle_prefill_started(self, event: PrefillStarted, now: float) -> list[Command]:
+        state = self._requests.attempt(event.request_id, event.attempt)
+        if state is not None and state.phase is Phase.PREFILL and self._prefills_on(state, event.worker_id):
+            self._view.prefill.started(event.worker_id, event.request_id, now)
+        return []
+
+    def _handle_prefill_finished(self, event: PrefillFinished, now: float) -> list[Command]:
+        state = self._requests.attempt(event.request_id, event.attempt)
+        if state is None or state.phase is not Phase.PREFILL or not self._prefills_on(state, event.worker_id):
+            return []
+        pool = self._view.prefill
+        pool.release(event.worker_id, event.request_id, now)
+        self._close_pull(state)
+        if not event.warmup:
+            base_s = pool.specs[event.worker_id].profile.prefill_s(state.request.prompt_tokens, event.reused_tokens)
+            self._calibration.observe(event.worker_id, base_s, event.compute_s, pool, now)
+        self._enter(state, Phase.HANDOVER, now)
+        if state.decode is None:
+            return self._choose_decode(state, now)
+        self._begin_handover(state, now)
+        return []
+
+    def _choose_decode(self, state: RequestState, now: float) -> list[Command]:
+        """Late choice of the decode worker, once the prompt is computed (admission `on_prefill_done`)."""
+        request, view = state.request, self._view
+        need = self._decode_need(request)
+        choice = choose_decode(view.decode, need, eligible(view.decode, request, state.avoid, view.decode.accepts), now)
+        if choice is None:
+            return self._interrupt(state, now, None)
+        self._reserve(state, choice.worker, need)
+        self._begin_handover(state, now)
+        return [StartDecode(request.id, request.attempt, choice.worker)]
+
+    def _begin_handover(self, state: RequestState, now: float) -> None:
+        placement, decode = state.placement, state.decode
+        assert placement is not None
+        assert decode is not None
+        if decode == placement.prefill:
+            self._begin_decode(state, now)
+            return
+        state.handover = Flow(placement.prefill, decode)
+        self._view.open_flow(state.handover)
+
+    def _begin_decode(self, state: RequestState, now: float) -> None:
+        self._enter(state, Phase.DECODE, now)
+        if state.decode is not None:
+            self._view.decode.activate(state.decode, state.request.id, math.inf)
+
+    def _handle_handover_finished(self, event: HandoverFinished, now: float) -> list[Command]:
+        state = self._requests.attempt(event.request_id, event.attempt)
+        if state is None or state.phase is Phase.DECODE:
+            return []
+        if state.phase is Phase.PREFILL and state.placement is not None:
+            self._view.prefill.release(state.placement.prefill, event.request_id, now)
+            self._close_pull(state)
+        self._close_handover(state)
+        self._begin_decode(state, now)
+        return []
+
+    def _handle_first_token(self, event: FirstToken, now: float) -> list[Command]:
+        return []
+
+    def _handle_request_finished(self, event: RequestFinished, now: float) -> list[Command]:
+        state = self._requests.attempt(event.request_id, event.attempt)
+        if state is None:
+            return []
+        if event.reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._outputs.observe(state.request.traffic_class, event.output_tokens)
+        self._release(state, now)
+        self._requests.end(event.request_id, OUTCOMES[event.reason])
+        return []
+
+    def _handle_request_failed(self, event: RequestFailed, now: float) -> list[Command]:
+        state = self._requests.attempt(event.request_id, event.attempt)
+        if state is None or event.worker_id not in state.workers:
+            return []
+        return self._interrupt(state, now, event.worker_id)
+
+    def _interrupt(self, state: RequestState, now: float, failed: WorkerId | None) -> list[Command]:
+        """The current attempt cannot go on: stop what is left of it and ask the front end for the continuation."""
+        request = state.request
+        others = tuple(worker for worker in state.workers if worker != failed)
+        commands: list[Command] = [Cancel(request.id, request.attempt, others)] if others else []
+        self._release(state, now)
+        if failed is not None:
+            state.avoid |= {failed}
+        if request.attempt >= self.config.max_attempts:
+            self._requests.end(request.id, Outcome.FAILED)
+            message = f"given up after {request.attempt} attempts"
+            return [*commands, Reject(admission.refuse(request, RejectReason.RETRIES_EXHAUSTED, message, 1.0))]
+        self._enter(state, Phase.INTERRUPTED, now)
+        return [*commands, ResumeRequest(request.id, request.attempt)]
+
+    # workers
+
+    def _handle_worker_joined(self, event: WorkerJoined, now: float) -> list[Command]:
+        worker = event.worker.id
+        known = self._view.epochs.get(worker)
+        if known is not None and known >= event.epoch:
+            return []
+        commands = [] if known is None else self._lose(worker, known, now)
+        if not self._reports.joined(worker, event.epoch):
+            return commands
+        self._view.join(event.worker, event.epoch)
+        if worker in self._view.prefill:
+            self._calibration.joined(worker, self._view.prefill)
+        return commands
+
+    def _handle_worker_lost(self, event: WorkerLost, now: float) -> list[Command]:
+        known = self._view.epochs.get(event.worker_id)
+        if known is not None and event.epoch < known:
+            return []
+        return self._lose(event.worker_id, event.epoch, now)
+
+    def _lose(self, worker: WorkerId, epoch: int, now: float) -> list[Command]:
+        """A worker's life is over: its requests are interrupted, its claims forgotten."""
+        commands: list[Command] = []
+        for state in [state for state in self._requests if worker in state.workers]:
+            commands += self._interrupt(state, now, worker)
+        self._reports.lost(worker, epoch)
+        if worker in self._view.epochs:
+            self._view.leave(worker)
+            self._calibration.left(worker)
+        return commands
+
+    def _handle_worker_draining(self, event: WorkerDraining, now: float) -> list[Command]:
+        if event.worker_id in self._view.epochs:
+            self._view.drain(event.worker_id)
+        return []
+
+    def _handle_load_reported(self, event: LoadReported, now: float) -> list[Command]:
+        if self._view.epochs.get(event.worker_id) != event.epoch:
+            return []
+        if event.worker_id in self._view.prefill:
+            self._view.prefill.report(event.worker_id, event.load, now)
+        if event.worker_id in self._view.decode:
+            self._view.decode.report(event.worker_id, event.load)
+        return []
+
+    def _handle_transfer_finished(self, event: TransferFinished, now: float) -> list[Command]:
+        return []
+
+    def _handle_transfer_failed(self, event: TransferFailed, now: float) -> list[Command]:
+        return []
+
+    # time
+
+    def _handle_tick(self, event: Tick, now: float) -> list[Command]:
+        self._index.expire(now)
+        for state in [s for s in self._requests if s.phase is Phase.INTERRUPTED]:
+            if now >= state.phase_since_s + self.config.resume_timeout_s:
+                self._requests.end(state.request.id, Outcome.FAILED)
+        return self._reports.ask_again(now)
+
+    def _resume_deadline(self) -> float:
+        waiting = [state.phase_since_s for state in self._requests if state.phase is Phase.INTERRUPTED]
+        return min(waiting) + self.config.resume_timeout_s if waiting else math.inf
+
+    # belief
+
+    def _enter(self, state: RequestState, phase: Phase, now: float) -> None:
+        state.phase, state.phase_since_s = phase, now
+
+    def _prefills_on(self, state: RequestState, worker: WorkerId) -> bool:
+        return state.placement is not None and state.placement.prefill == worker
+
+    def _close_pull(self, state: RequestState) -> None:
+        if state.pull is not None:
+            self._view.close_flow(state.pull)
+            state.pull = None
+
+    def _close_handover(self, state: RequestState) -> None:
+        if state.handover is not None:
+            self._view.close_flow(state.handover)
+            state.handover = None
+
+    def _release(self, state: RequestState, now: float) -> None:
+        """Give back everything that the current attempt holds (I9)."""
+        placement = state.placement
+        if placement is None:
+            return
+        self._view.prefill.release(placement.prefill, state.request.id, now)
+        if state.decode is not None:
+            self._view.decode.release(state.decode, state.request.id)
+        self._close_pull(state)
+        self._close_handover(state)
+        if state.phase is Phase.PREFILL:
+            self._index.unexpect(Holder(placement.prefill, Tier.DEVICE), state.request.block_hashes)
+        state.placement, state.decode = None, None
+
+
+def _named_policy(name: str) -> Policy:
+    if name not in POLICIES:
+        raise ValueError(f"policy is {name!r}; it must be one of {', '.join(sorted(POLICIES))}")
+    return POLICIES[name]

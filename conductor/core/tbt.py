@@ -1,0 +1,66 @@
+"""Predicted time between tokens, and the choice of a decode worker by it (SelectDecodingInstance of Algorithm 1).
+
+A decode step takes `base + per_sequence * batch + per_context_token * context`. What matters to a request is the step after
+it has joined, with everything already promised to that worker: what decodes there, what is placed there and still prefills,
+and what others run there. A worker is chosen only if its KV capacity holds the prompt and the expected output; if none
+does, the least reserved one is named and said not to fit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from conductor.core.decode_pool import DecodePool
+from conductor.core.types import WorkerId
+from conductor.core.worker_table import BoolArray, FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeNeed:
+    """What a request will want of its decode worker: blocks to reserve, and context tokens when it joins."""
+
+    blocks: int
+    context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeChoice:
+    worker: WorkerId
+    tbt_s: float
+    calibrated: bool
+    fits: bool
+
+
+def joined_step_s(pool: DecodePool, context_tokens: int) -> FloatArray:
+    """Length of one decode step on each worker once a request of `context_tokens` has joined."""
+    batch = pool.active_batch + pool.incoming_batch + (pool.foreign_batch + 1)
+    context = pool.active_context + pool.incoming_context + (pool.foreign_context + context_tokens)
+    seconds: FloatArray = (pool.base_s + pool.per_sequence_s * batch + pool.per_context_token_s * context) * pool.correction
+    return seconds
+
+
+def fitting(pool: DecodePool, need: DecodeNeed) -> BoolArray:
+    """Workers that have room for the request beside everything already reserved."""
+    batch = pool.active_batch + pool.incoming_batch + pool.foreign_batch
+    room: BoolArray = (pool.reserved_blocks + need.blocks <= pool.capacity_blocks) & (batch < pool.max_batch)
+    return room
+
+
+def choose_decode(pool: DecodePool, need: DecodeNeed, eligible: BoolArray, now: float) -> DecodeChoice | None:
+    """The fitting worker with the shortest step after joining; None when no worker is eligible."""
+    seconds = joined_step_s(pool, need.context_tokens)
+    usable = fitting(pool, need) & eligible
+    fits = bool(usable.any())
+    if fits:
+        row = int(np.where(usable, seconds, np.inf).argmin())
+    elif eligible.any():
+        row = int(np.where(eligible, pool.reserved_blocks / pool.capacity_blocks, np.inf).argmin())
+    else:
+        return None
+    return decode_choice(pool, row, float(seconds[row]), fits, now)
+
+
+def decode_choice(pool: DecodePool, row: int, tbt_s: float, fits: bool, now: float) -> DecodeChoice:
+    return DecodeChoice(pool.ids[row], tbt_s, bool(pool.calibrated_until_s[row] >= now), fits)

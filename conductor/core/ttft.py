@@ -1,0 +1,164 @@
+"""The place where time to first token is estimated, for every prefill worker at once.
+
+    TTFT = queue time + transfer time + prefill time(prompt length, reused prefix length)
+
+Queue time comes from the pool's belief (`prefill_pool.py`). Prefill time is the fitted form `c0 + c1 (n-p) + c2 (n^2-p^2)`,
+c0 paid once a chunk, times an online correction. Transfer time is bytes over what the path has left (the source's NIC, the
+target's NIC, the tier, each shared with the transfers in flight there) plus a latency. Transfer and compute overlap layer
+group by layer group: with G groups a request pays (T + P) / G + (1 - 1/G) max(T, P), which is T + P for one group and goes
+to max(T, P) for many (Mooncake v3, section 5.2). What `transfer_s` reports is what the transfer adds to the prefill time.
+
+An estimate carries an interval from the residuals and says whether recent observations support it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from conductor.core.cluster_view import ClusterView
+from conductor.core.prefill_pool import PrefillPool
+from conductor.core.prefix_index import PrefixMatch
+from conductor.core.types import Candidate, Holder, Request, ReusePlan, TTFTEstimate, WorkerId
+from conductor.core.worker_table import BoolArray, FloatArray
+
+
+@dataclass(slots=True)
+class PrefillTerms:
+    """The parts that an estimate of one request is made of. Arrays have one entry a prefill worker.
+
+    `best` holds `best_tokens` leading tokens of the prompt, no worker holds more; `local_tokens` lie in a worker's own
+    device pool.
+    """
+
+    pool: PrefillPool
+    now: float
+    prompt_tokens: int
+    queue_s: FloatArray
+    local_tokens: FloatArray
+    best_tokens: float
+    best: Holder | None
+    best_bytes_per_s: float
+
+    def prefill_s(self, reused_tokens: FloatArray) -> FloatArray:
+        """Predicted time to compute the rest of the prompt."""
+        pool = self.pool
+        new_tokens: FloatArray = self.prompt_tokens - reused_tokens
+        seconds: FloatArray = self.prompt_tokens + reused_tokens
+        seconds *= pool.per_token2_s
+        seconds += pool.per_token_s
+        seconds *= new_tokens
+        new_tokens /= pool.chunk_tokens
+        np.ceil(new_tokens, out=new_tokens)
+        new_tokens *= pool.base_s
+        seconds += new_tokens
+        seconds *= pool.correction
+        return seconds
+
+    def pull_s(self, tokens: FloatArray) -> FloatArray:
+        """Time to bring `tokens` from the best holder, compute aside. Zero tokens take no time."""
+        pool = self.pool
+        bandwidth: FloatArray = pool.nic_bytes_per_s / (pool.flows_in + 1.0)
+        np.minimum(bandwidth, pool.link_bytes_per_s, out=bandwidth)
+        np.minimum(bandwidth, self.best_bytes_per_s, out=bandwidth)
+        seconds: FloatArray = tokens * pool.kv_bytes_per_token
+        seconds /= bandwidth
+        seconds += pool.latency_s
+        seconds[tokens <= 0.0] = 0.0
+        return seconds
+
+    def restore_s(self, tokens: FloatArray, tier_bytes_per_s: FloatArray) -> FloatArray:
+        """Time to bring `tokens` up from a lower tier of the worker's own node, or from the shared store."""
+        seconds: FloatArray = tokens * self.pool.kv_bytes_per_token / tier_bytes_per_s + self.pool.latency_s
+        seconds[tokens <= 0.0] = 0.0
+        return seconds
+
+
+def overlapped_s(transfer_s: FloatArray, compute_s: FloatArray, layer_groups: FloatArray) -> FloatArray:
+    """What a transfer adds to a computation that it is pipelined with, layer group by layer group."""
+    total: FloatArray = (transfer_s + compute_s) / layer_groups
+    total += (1.0 - 1.0 / layer_groups) * np.maximum(transfer_s, compute_s)
+    total -= compute_s
+    total[transfer_s <= 0.0] = 0.0
+    return total
+
+
+def prefill_terms(request: Request, match: PrefixMatch, view: ClusterView, block_tokens: int, now: float) -> PrefillTerms:
+    """Gather the terms. At least one token is always left to compute, since the first output token needs its logits."""
+    pool = view.prefill
+    depths = match.depths
+    most_blocks = (request.prompt_tokens - 1) // block_tokens
+    local: FloatArray = np.minimum(depths[pool.slot], most_blocks).astype(np.float64)
+    if pool.distrusted:
+        local = np.floor(local * pool.trust)
+    local *= block_tokens
+    best_blocks = min(int(depths.max()), most_blocks)
+    best, bandwidth = _best_holder(match, best_blocks, view) if best_blocks else (None, math.inf)
+    return PrefillTerms(
+        pool=pool,
+        now=now,
+        prompt_tokens=request.prompt_tokens,
+        queue_s=pool.queue_s(now),
+        local_tokens=local,
+        best_tokens=float(best_blocks * block_tokens) if best is not None else 0.0,
+        best=best,
+        best_bytes_per_s=bandwidth,
+    )
+
+
+def _best_holder(match: PrefixMatch, blocks: int, view: ClusterView) -> tuple[Holder | None, float]:
+    """Of those that hold the most, the one whose outgoing link is the least shared; ties go to the lower slot."""
+    best: Holder | None = None
+    most = 0.0
+    for slot in np.flatnonzero(match.depths >= blocks):
+        holder = view.holder_of_slot.get(int(slot))
+        if holder is None:
+            continue
+        bandwidth = view.nic_bytes_per_s(holder.owner) / (view.flows_out(holder.owner) + 1)
+        if best is None or bandwidth > most:
+            best, most = holder, bandwidth
+    return best, most
+
+
+@dataclass(slots=True)
+class Candidates:
+    """Every prefill worker as one decision saw it, in columns. `fetched_tokens` come from `source`."""
+
+    ids: tuple[WorkerId, ...]
+    queue_s: FloatArray
+    transfer_s: FloatArray
+    prefill_s: FloatArray
+    local_tokens: FloatArray
+    fetched_tokens: FloatArray
+    sources: tuple[Holder | None, ...]
+    source_code: FloatArray
+    score: FloatArray
+    calibrated: BoolArray
+    low_factor: FloatArray
+    high_factor: FloatArray
+
+    def reuse(self, row: int) -> ReusePlan:
+        fetched = int(self.fetched_tokens[row])
+        source = self.sources[int(self.source_code[row])] if fetched else None
+        return ReusePlan(int(self.local_tokens[row]), fetched, source)
+
+    def estimate(self, row: int, waited_s: float = 0.0) -> TTFTEstimate:
+        """The row's estimate counted from the request's arrival, `waited_s` ago."""
+        queue, transfer, prefill = float(self.queue_s[row]), float(self.transfer_s[row]), float(self.prefill_s[row])
+        ahead = queue + transfer + prefill
+        return TTFTEstimate(
+            queue_s=waited_s + queue,
+            transfer_s=transfer,
+            prefill_s=prefill,
+            low_s=waited_s + ahead * float(self.low_factor[row]),
+            high_s=waited_s + ahead * float(self.high_factor[row]),
+            calibrated=bool(self.calibrated[row]),
+        )
+
+    def rows(self) -> tuple[Candidate, ...]:
+        return tuple(
+            Candidate(worker, self.reuse(row), self.estimate(row), float(self.score[row]))
+            for row, worker in enumerate(self.ids)
+        )

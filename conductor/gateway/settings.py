@@ -1,0 +1,31 @@
+"""What an operator may set on the gateway. Every value is checked when the settings are built; a bad one raises `ValueError`
+naming the field, the value and what is allowed."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class GatewaySettings(BaseModel):
+    """Limits and defaults of one gateway process.
+
+    Objectives that a request does not name itself are `default_*_slo_s`; None means that there are none.
+    Prompts of more than `inline_tokenize_chars` characters are tokenized off the event loop.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)
+    default_ttft_slo_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    default_tbt_slo_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
+    max_in_flight: int = Field(default=2048, ge=1)
+    max_choices: int = Field(default=16, ge=1, le=128)
+    inline_tokenize_chars: int = Field(default=4096, ge=0)
+    body_timeout_s: float = Field(default=30.0, gt=0)
+    send_timeout_s: float = Field(default=60.0, gt=0)
+    keep_alive_comment_s: float = Field(default=15.0, gt=0)
+    drain_timeout_s: float = Field(default=60.0, ge=0)
+    overload_retry_after_s: float = Field(default=1.0, gt=0)
+    unavailable_retry_after_s: float = Field(default=5.0, gt=0)

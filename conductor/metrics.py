@@ -1,0 +1,132 @@
+"""Prometheus metrics of a gateway, and of the cluster as its `ClusterStatus` shows it.
+
+Every label has a bounded set of values: endpoints and reasons come from fixed lists, workers from the cluster. The registry is
+the gateway's own, so two gateways in one process do not mix. Worker and cluster figures are read at scrape time and
+exported as `conductor_worker_<figure>` and `conductor_cluster_<figure>`, whatever the runtime chooses to report.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from conductor.core.types import TTFTEstimate
+from conductor.engine_client import ClusterStatus
+
+TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+TBT_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0, 4.0, 10.0)
+WORD_LABELS = ("role", "node", "state", "model")
+
+
+class GatewayMetrics:
+    """What the gateway counts. All methods are cheap enough to be called for every token; `in_flight` and `waiting` are plain
+    numbers that others keep and a scrape reads."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        own = self.registry
+        self._requests = Counter("conductor_requests", "Answers by endpoint and status", ["endpoint", "code"], registry=own)
+        self._rejections = Counter("conductor_rejections", "Refused by the scheduler", ["reason"], registry=own)
+        self._cancels = Counter("conductor_cancels", "Generations cancelled by the gateway", registry=own)
+        self._ttft = Histogram("conductor_ttft_seconds", "Submission to first token", buckets=TTFT_BUCKETS_S, registry=own)
+        self._tbt = Histogram("conductor_tbt_seconds", "Between two tokens", buckets=TBT_BUCKETS_S, registry=own)
+        self._ratio = Histogram(
+            "conductor_ttft_estimate_ratio", "Actual over predicted TTFT", buckets=RATIO_BUCKETS, registry=own
+        )
+        self._error = Histogram(
+            "conductor_ttft_estimate_error_seconds", "|actual - predicted| TTFT", buckets=TTFT_BUCKETS_S, registry=own
+        )
+        self._prompt_tokens = Counter("conductor_prompt_tokens", "Tokens of prompts", registry=own)
+        self._hit_tokens = Counter("conductor_prompt_hit_tokens", "Tokens of prompts answered from cache", registry=own)
+        self._output_tokens = Counter("conductor_output_tokens", "Generated tokens", registry=own)
+        self.in_flight = 0
+        self.waiting = 0
+        in_flight = Gauge("conductor_requests_in_flight", "Generations in progress at this gateway", registry=own)
+        in_flight.set_function(lambda: self.in_flight)
+        waiting = Gauge("conductor_requests_waiting", "Generations without a first token yet", registry=own)
+        waiting.set_function(lambda: self.waiting)
+        self._answers: dict[tuple[str, int], Counter] = {}
+        self._cluster = ClusterFigures()
+        own.register(self._cluster)
+
+    def answered(self, endpoint: str, status: int) -> None:
+        answers = self._answers.get((endpoint, status))
+        if answers is None:
+            answers = self._answers[endpoint, status] = self._requests.labels(endpoint, str(status))
+        answers.inc()
+
+    def rejected(self, reason: str) -> None:
+        self._rejections.labels(reason).inc()
+
+    def cancelled(self) -> None:
+        self._cancels.inc()
+
+    def first_token(self, ttft_s: float, predicted: TTFTEstimate | None) -> None:
+        """A first token came `ttft_s` after submission; estimates of an uncalibrated model are not judged."""
+        self._ttft.observe(ttft_s)
+        if predicted is not None and predicted.calibrated and predicted.total_s > 0:
+            self._ratio.observe(ttft_s / predicted.total_s)
+            self._error.observe(abs(ttft_s - predicted.total_s))
+
+    def next_token(self, tbt_s: float) -> None:
+        self._tbt.observe(tbt_s)
+
+    def tokens(self, prompt: int, hit: int, output: int) -> None:
+        """Totals of one request when it ends."""
+        self._prompt_tokens.inc(prompt)
+        self._hit_tokens.inc(hit)
+        self._output_tokens.inc(output)
+
+    def exposition(self, status: ClusterStatus | None) -> bytes:
+        """The text of `/metrics`; `status` None says that the cluster did not answer."""
+        self._cluster.status = status
+        return generate_latest(self.registry)
+
+
+class ClusterFigures(Collector):
+    """The numbers of the last `ClusterStatus` as gauges."""
+
+    def __init__(self) -> None:
+        self.status: ClusterStatus | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        status = self.status
+        ready = bool(status and status.ready)
+        yield GaugeMetricFamily("conductor_ready", "1 when the cluster takes requests", value=float(ready))
+        if status is None:
+            return
+        for name, value in sorted(status.counters.items()):
+            yield GaugeMetricFamily(f"conductor_cluster_{metric_name(name)}", f"Cluster figure {name}", value=value)
+        yield worker_info(status.workers)
+        yield from worker_figures(status.workers)
+
+
+def worker_info(workers: Mapping[str, Mapping[str, object]]) -> Metric:
+    info = GaugeMetricFamily("conductor_worker_info", "Workers that the cluster knows", labels=["worker", *WORD_LABELS])
+    for worker, figures in sorted(workers.items()):
+        info.add_metric([worker, *(str(figures.get(word, "")) for word in WORD_LABELS)], 1.0)
+    return info
+
+
+def worker_figures(workers: Mapping[str, Mapping[str, object]]) -> Iterable[Metric]:
+    """One gauge family for each numeric figure that any worker reports."""
+    by_figure: dict[str, list[tuple[str, float]]] = defaultdict(list)
+    for worker, figures in sorted(workers.items()):
+        for name, value in figures.items():
+            if isinstance(value, int | float):
+                by_figure[metric_name(name)].append((worker, float(value)))
+    for name, values in sorted(by_figure.items()):
+        family = GaugeMetricFamily(f"conductor_worker_{name}", f"Worker figure {name}", labels=["worker"])
+        for worker, value in values:
+            family.add_metric([worker], value)
+        yield family
+
+
+def metric_name(name: str) -> str:
+    return re.sub(r"[^a-zA-Z0-9_]", "_", name).lower()

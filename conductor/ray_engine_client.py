@@ -1,0 +1,223 @@
+"""The gateway's way to a cluster of actors: submits to the Conductor, and gathers the tokens that workers send it directly.
+
+One consumer per worker life reads that worker's output stream for this client's channel and hands each output to its
+request. A `ResumeNotice` from the Conductor turns into the continuation: the prompt with everything passed on so far,
+hashed again, as the next attempt. Several gateways use one Conductor at once, each with a channel of its own.
+
+A worker's CANCELLED or FAILED output ends nothing by itself, for it may be the debris of an attempt that is about to be placed
+again; the Conductor's notice decides. Handles are Ray actor handles in production and doubles in tests; only
+`handle.method.remote(...)` is used, and what it returns is awaited or iterated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from typing import Any
+
+from conductor.core.events import RequestFailed
+from conductor.core.messages import GenerationJob, TokenOutput
+from conductor.core.types import Decision, FinishReason, Placement, Rejection, RequestId, WorkerId
+from conductor.engine_client import ClusterStatus, HashPrompt
+from conductor.mailbox import Mailbox
+from conductor.notices import Notice, RejectionNotice, ResumeNotice, WorkerNotice
+from conductor.output_stream import OutputStream
+
+logger = logging.getLogger(__name__)
+
+RECONNECT_DELAY_S = 0.2
+STATUS_TIMEOUT_S = 5.0
+
+
+class _Request:
+    """A request in flight: its stream, and the mailbox that `outputs` reads."""
+
+    def __init__(self, job: GenerationJob) -> None:
+        self.stream = OutputStream(job)
+        self.mailbox: Mailbox[TokenOutput] = Mailbox()
+
+    def deliver(self, output: TokenOutput) -> None:
+        for ready in self.stream.push(output):
+            self.mailbox.put(ready)
+
+    def end(self, reason: FinishReason, message: str | None = None) -> None:
+        if not self.stream.finished:
+            self.mailbox.put(self.stream.end(reason, message))
+
+
+class RayEngineClient:
+    """An `EngineClient` over the Conductor's actor handle. `start` on the event loop that uses it; `close` at the end."""
+
+    def __init__(self, conductor: Any, hash_prompt: HashPrompt, channel: str | None = None) -> None:
+        self._conductor = conductor
+        self._hash_prompt = hash_prompt
+        self._channel = channel or f"gateway-{uuid.uuid4().hex}"
+        self._requests: dict[RequestId, _Request] = {}
+        self._workers: dict[WorkerId, int] = {}  # current epoch
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def channel(self) -> str:
+        return self._channel
+
+    async def start(self) -> None:
+        """Listen to the Conductor and to every worker that it names."""
+        self._spawn(self._listen())
+
+    async def close(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # --- the gateway's side -------------------------------------------------------------------------------------------
+
+    async def submit(self, job: GenerationJob) -> Decision:
+        request_id = job.request.id
+        request = self._requests[request_id] = _Request(job)
+        try:
+            decision: Decision = await self._conductor.submit.remote(job)
+        except BaseException:
+            del self._requests[request_id]
+            self._spawn(self._cancel_at_conductor(request_id))
+            raise
+        if isinstance(decision, Rejection):
+            del self._requests[request_id]
+        else:
+            request.stream.placed(decision)
+        return decision
+
+    async def outputs(self, request_id: RequestId) -> AsyncIterator[TokenOutput]:
+        request = self._requests.get(request_id)
+        if request is None:
+            raise KeyError(f"request id {request_id!r} is not in flight; submit it first")
+        async for batch in request.mailbox.batches():
+            for output in batch:
+                if output.finish_reason is not None:
+                    self._requests.pop(request_id, None)
+                yield output
+                if output.finish_reason is not None:
+                    return
+
+    async def cancel(self, request_id: RequestId) -> None:
+        request = self._requests.pop(request_id, None)
+        if request is not None and not request.stream.finished:
+            request.end(FinishReason.CANCELLED)
+            await self._conductor.cancel.remote(request_id)
+
+    async def decision(self, request_id: RequestId) -> Mapping[str, Any] | None:
+        record: Mapping[str, Any] | None = await self._conductor.decision.remote(request_id)
+        return record
+
+    async def status(self) -> ClusterStatus:
+        try:
+            async with asyncio.timeout(STATUS_TIMEOUT_S):
+                status: ClusterStatus = await self._conductor.status.remote()
+        except Exception as error:
+            return ClusterStatus(False, f"the Conductor does not answer ({type(error).__name__})", model="")
+        return status
+
+    # --- the cluster's side -------------------------------------------------------------------------------------------
+
+    async def _listen(self) -> None:
+        """Follow the Conductor's notices, again after every interruption."""
+        while True:
+            try:
+                async for pending in self._conductor.notices.remote(self._channel):
+                    for notice in await pending:
+                        self._take(notice)
+            except Exception as error:
+                logger.warning("the Conductor's notices were interrupted: %s", type(error).__name__)
+            await asyncio.sleep(RECONNECT_DELAY_S)
+
+    def _take(self, notice: Notice) -> None:
+        if isinstance(notice, WorkerNotice):
+            self._take_worker(notice)
+        elif isinstance(notice, ResumeNotice):
+            request = self._requests.get(notice.request_id)
+            if request is not None:
+                self._spawn(self._resume(request, notice.attempt))
+        else:
+            self._take_rejection(notice)
+
+    def _take_worker(self, notice: WorkerNotice) -> None:
+        if notice.handle is None:
+            if self._workers.get(notice.worker_id) == notice.epoch:
+                del self._workers[notice.worker_id]
+        elif self._workers.get(notice.worker_id) != notice.epoch:
+            self._workers[notice.worker_id] = notice.epoch
+            self._spawn(self._consume(notice.worker_id, notice.epoch, notice.handle))
+
+    def _take_rejection(self, notice: RejectionNotice) -> None:
+        request = self._requests.get(notice.rejection.request_id)
+        if request is not None:
+            request.end(FinishReason.FAILED, notice.rejection.message)
+
+    async def _consume(self, worker_id: WorkerId, epoch: int, handle: Any) -> None:
+        """Read one worker's outputs for as long as this life of it is known."""
+        while True:
+            try:
+                async for pending in handle.outputs.remote(self._channel):
+                    for output in await pending:
+                        self._deliver(output)
+            except Exception as error:
+                logger.info("outputs of worker %s were interrupted: %s", worker_id, type(error).__name__)
+            await asyncio.sleep(RECONNECT_DELAY_S)
+            if self._workers.get(worker_id) != epoch:
+                break
+        await self._report_missing(worker_id)
+
+    def _deliver(self, output: TokenOutput) -> None:
+        request = self._requests.get(output.request_id)
+        if request is None or output.attempt != request.stream.attempt:
+            return
+        if output.finish_reason is FinishReason.FAILED:
+            self._spawn(self._report_failed(request, output.worker, output.message or "the worker gave up"))
+        elif output.finish_reason is not FinishReason.CANCELLED:
+            request.deliver(output)
+
+    async def _report_missing(self, worker_id: WorkerId) -> None:
+        """Everything that the worker had sent has come; what still depends on it will not come."""
+        for request in list(self._requests.values()):
+            if request.stream.depends_on(worker_id):
+                await self._report_failed(request, worker_id, "output was lost with its worker")
+
+    async def _report_failed(self, request: _Request, worker_id: WorkerId, message: str) -> None:
+        failed = RequestFailed(request.stream.job.request.id, request.stream.attempt, worker_id, message)
+        await self._conductor.report_lost_output.remote(self._channel, failed)
+
+    async def _resume(self, request: _Request, interrupted_attempt: int) -> None:
+        stream = request.stream
+        if stream.finished or stream.attempt != interrupted_attempt:
+            return
+        request_id = stream.job.request.id
+        if stream.exhausted():
+            request.end(FinishReason.LENGTH)
+            await self._cancel_at_conductor(request_id)
+            return
+        try:
+            decision: Decision = await self._conductor.resume.remote(stream.continue_as_next_attempt(self._hash_prompt))
+        except Exception as error:
+            request.end(FinishReason.FAILED, f"the request could not be placed again: {type(error).__name__}: {error}")
+            return
+        if isinstance(decision, Placement):
+            stream.placed(decision)
+        else:
+            request.end(FinishReason.FAILED, decision.message)
+
+    async def _cancel_at_conductor(self, request_id: RequestId) -> None:
+        await self._conductor.cancel.remote(request_id)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(self._logged(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    @staticmethod
+    async def _logged(work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception:
+            logger.exception("a background task of the engine client failed")

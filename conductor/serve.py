@@ -1,0 +1,171 @@
+"""`conductor serve`: gateway, engine client and cluster in one process, from checks before anything starts to nothing left.
+
+Order: the port is bound first, because a taken port is the commonest mistake; the model is found and verified; the memory that
+the workers will want is held against what the machine has; then Ray, the Conductor and the workers start, and the gateway
+answers last. SIGTERM or SIGINT during the start gives up; while serving, the first one drains and a second one ends at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from conductor.cluster import Cluster, ClusterError, Progress, plan_workers
+from conductor.config import Config
+from conductor.core.hashing import KVNamespace, hash_blocks
+from conductor.core.types import BlockHash
+from conductor.engine_client import HashPrompt
+from conductor.gateway import ServedModel, create_app
+from conductor.gateway.server import BindError, Server, bind, make_server
+from conductor.ray_engine_client import RayEngineClient
+from models.errors import ModelError
+from models.folder import ModelCard, find_model, model_card
+from models.tokenizer import load_tokenizer_folder
+
+__all__ = ["BindError", "ClusterError", "ModelError", "ServeError", "serve"]
+
+BASE_PROCESS_BYTES = 350 * 2**20  # interpreter, Ray and torch of one worker
+RAY_BYTES = 700 * 2**20  # Ray's own processes, the Conductor and the gateway
+MEMINFO = Path("/proc/meminfo")
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+GIB = 2**30
+
+
+class ServeError(RuntimeError):
+    """Serving cannot begin; the message is one line for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What is known of the model before anything starts."""
+
+    card: ModelCard
+    served: ServedModel
+    hash_prompt: HashPrompt
+    weights_bytes: int
+
+
+def prepare_model(config: Config) -> Prepared:
+    """Find and verify the model, pulling the default one if need be. Raises `ModelError`."""
+    folder = find_model(config.model.name)
+    tokenizer = load_tokenizer_folder(folder.path)
+    card = model_card(folder, tokenizer, config.model.kv_dtype)
+    hash_prompt = prompt_hasher(card.namespace, config.scheduler.block_tokens)
+    served = ServedModel((card.name,), card.max_context, tokenizer, hash_prompt)
+    weights_bytes = sum(path.stat().st_size for path in folder.path.glob("*.safetensors"))
+    return Prepared(card, served, hash_prompt, weights_bytes)
+
+
+def prompt_hasher(model: tuple[str, ...], block_tokens: int) -> HashPrompt:
+    """How prompts of a model become block hashes; tenants share no prefixes."""
+
+    @lru_cache(maxsize=4096)
+    def seed(tenant: str) -> BlockHash:
+        return KVNamespace(model, block_tokens, salt=tenant).seed
+
+    def hash_prompt(tokens: bytes, tenant: str) -> tuple[BlockHash, ...]:
+        return hash_blocks(seed(tenant), tokens, block_tokens)
+
+    return hash_prompt
+
+
+def memory_needed_bytes(config: Config, prepared: Prepared) -> int:
+    """What the deployment may come to hold, weights mapped once."""
+    workers = config.workers
+    blocks = workers.prefill * workers.prefill_blocks + workers.decode * workers.decode_blocks
+    kv_bytes = blocks * config.scheduler.block_tokens * prepared.card.kv_bytes_per_token
+    processes_bytes = (workers.prefill + workers.decode) * BASE_PROCESS_BYTES + RAY_BYTES
+    return kv_bytes + prepared.weights_bytes + processes_bytes + config.cluster.object_store_mib * 2**20
+
+
+def available_bytes(meminfo: Path = MEMINFO, cgroup_limit: Path = CGROUP_LIMIT) -> int | None:
+    """Memory that this machine, or this control group, can still give; None where that cannot be told."""
+    if not meminfo.is_file():
+        return None
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    limit = cgroup_limit.read_text().strip() if cgroup_limit.is_file() else "max"
+    return available if limit == "max" else min(available, int(limit))
+
+
+def check_memory(config: Config, prepared: Prepared) -> None:
+    """Raises `ServeError` when a local deployment will not fit."""
+    available = available_bytes() if config.cluster.address is None else None
+    needed = memory_needed_bytes(config, prepared)
+    if available is not None and needed > available:
+        raise ServeError(
+            f"not enough memory: the workers need about {needed / GIB:.1f} GiB and {available / GIB:.1f} GiB are available; "
+            "lower workers.prefill_blocks, workers.decode_blocks or the number of workers"
+        )
+
+
+def serve(config: Config, progress: Progress) -> None:
+    """Serve until a signal. Raises `BindError`, `ModelError`, `ServeError`, `ClusterError`; `asyncio.CancelledError` when a
+    signal gave up the start."""
+    listener = bind(config.gateway.host, config.gateway.port)
+    with listener:
+        progress(f"finding the model {config.model.name}")
+        prepared = prepare_model(config)
+        check_memory(config, prepared)
+        with asyncio.Runner(loop_factory=_uvloop) as runner:
+            runner.run(_serve(config, prepared, listener, progress))
+
+
+def _uvloop() -> asyncio.AbstractEventLoop:
+    import uvloop
+
+    return uvloop.new_event_loop()
+
+
+class _SignalledServer(Server):
+    """The gateway's server, whose signals are ours to handle."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Signals:
+    """First signal: drain, or give up a start that is under way. Second signal: end at once."""
+
+    def __init__(self) -> None:
+        self.server: Server | None = None
+        self._task = asyncio.current_task()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._received, number)
+
+    def _received(self, number: int) -> None:
+        if self.server is None:
+            if self._task is not None:
+                self._task.cancel()
+        else:
+            self.server.handle_exit(number, None)
+
+
+async def _serve(config: Config, prepared: Prepared, listener: socket.socket, progress: Progress) -> None:
+    signals = _Signals()
+    async with AsyncExitStack() as stack:
+        cluster = Cluster(config, plan_workers(config), progress)
+        stack.push_async_callback(cluster.stop)
+        await cluster.start()
+        client = RayEngineClient(cluster.conductor, prepared.hash_prompt)
+        stack.push_async_callback(client.close)
+        await client.start()
+        app = create_app(client, prepared.served, config.gateway)
+        signals.server = _SignalledServer(make_server(app).config, app.state.service)
+        progress(_ready_lines(listener, prepared.served.name))
+        await signals.server.serve(sockets=[listener])
+        progress("stopping the workers")
+
+
+def _ready_lines(listener: socket.socket, model: str) -> str:
+    host, port = listener.getsockname()[:2]
+    url = f"http://{host}:{port}"
+    body = '{"model": "' + model + '", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}'
+    return f"ready: {url}\n  curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"

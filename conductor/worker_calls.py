@@ -1,0 +1,138 @@
+"""The lives of workers as the live driver sees them: their handles, the calls made to them, and the watch over each.
+
+A failed call always comes back as an event: the loss of the worker, or what its caller made of the message. `alive()` of
+every worker is awaited, and when it ends, however it ends, the worker is lost. What tells a lost worker from a failed call
+is injected, so this module does not know Ray: a handle is anything whose `handle.method.remote(...)` can be awaited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeAlias
+
+from conductor.core.events import Event, RequestFailed, WorkerLost
+from conductor.core.types import RequestId, Role, WorkerId, WorkerLoad, WorkerSpec
+
+logger = logging.getLogger(__name__)
+
+Call: TypeAlias = Callable[[Any], Awaitable[Any]]
+"""Makes a call on a worker's handle."""
+
+OnFailure: TypeAlias = Callable[[str], Event | None]
+"""The event that tells of a call that failed with this message, if there is any."""
+
+
+@dataclass(slots=True)
+class Worker:
+    """One life of a worker."""
+
+    spec: WorkerSpec
+    epoch: int
+    handle: Any
+    load: WorkerLoad = field(default_factory=WorkerLoad)
+    draining: bool = False
+
+    def describe(self) -> dict[str, Any]:
+        """The worker as JSON values."""
+        return {
+            "role": self.spec.role.value,
+            "node": self.spec.node,
+            "model": self.spec.model,
+            "epoch": self.epoch,
+            "draining": self.draining,
+            "calibrated": self.spec.profile.calibrated,
+            "capacity_blocks": {tier.name.lower(): blocks for tier, blocks in self.spec.capacity_blocks.items()},
+            **asdict(self.load),
+        }
+
+
+def no_event(message: str) -> None:
+    """For advice and clean-up: a failure is logged and counted, and changes nothing that the scheduler believes."""
+
+
+class WorkerCalls:
+    """Current workers by id. `post` takes the events that calls come to."""
+
+    def __init__(self, post: Callable[[Event], None], is_worker_loss: Callable[[BaseException], bool]) -> None:
+        self.failures = 0
+        self.workers: dict[WorkerId, Worker] = {}
+        self._post = post
+        self._is_worker_loss = is_worker_loss
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add(self, worker: Worker) -> None:
+        self.workers[worker.spec.id] = worker
+        self.spawn(self._watch(worker))
+
+    def remove(self, event: WorkerLost) -> bool:
+        """Forget the worker, unless a later life of it has begun; tells whether it was there."""
+        worker = self.workers.get(event.worker_id)
+        if worker is None or worker.epoch != event.epoch:
+            return False
+        del self.workers[event.worker_id]
+        return True
+
+    def at(self, owner: str) -> Worker | None:
+        """The worker with this id, or for a node's store the first worker on that node."""
+        if owner in self.workers:
+            return self.workers[owner]
+        return next((worker for _, worker in sorted(self.workers.items()) if worker.spec.node == owner), None)
+
+    def handle_of(self, owner: str | None) -> Any | None:
+        worker = None if owner is None else self.at(owner)
+        return None if worker is None else worker.handle
+
+    def missing_roles(self) -> list[str]:
+        """Roles that no worker plays that still takes work."""
+        roles = {worker.spec.role for worker in self.workers.values() if not worker.draining}
+        return [role.value for role in (Role.PREFILL, Role.DECODE) if not roles & {role, Role.COUPLED}]
+
+    def call(self, worker: Worker, call: Call, on_failure: OnFailure) -> None:
+        self.spawn(self._finish(worker, call, on_failure))
+
+    def call_for_request(self, worker_id: WorkerId, request_id: RequestId, attempt: int, call: Call) -> None:
+        """A call whose failure fails the request."""
+
+        def failed(message: str) -> Event:
+            return RequestFailed(request_id, attempt, worker_id, message)
+
+        worker = self.workers.get(worker_id)
+        if worker is None:
+            self._post(failed(f"worker {worker_id} is gone"))
+        else:
+            self.call(worker, call, failed)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` until it ends or `stop` is called."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def stop(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _finish(self, worker: Worker, call: Call, on_failure: OnFailure) -> None:
+        try:
+            await call(worker.handle)
+        except Exception as error:
+            self.failures += 1
+            message = f"{type(error).__name__}: {error}"
+            logger.warning("a call to worker %s failed: %s", worker.spec.id, message)
+            event = WorkerLost(worker.spec.id, worker.epoch) if self._is_worker_loss(error) else on_failure(message)
+            if event is not None:
+                self._post(event)
+
+    async def _watch(self, worker: Worker) -> None:
+        message = "its alive() call returned"
+        try:
+            await worker.handle.alive.remote()
+        except Exception as error:
+            message = type(error).__name__
+        logger.warning("worker %s (epoch %d) is gone: %s", worker.spec.id, worker.epoch, message)
+        self._post(WorkerLost(worker.spec.id, worker.epoch))

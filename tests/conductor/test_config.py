@@ -1,0 +1,110 @@
+"""The configuration: which layer wins, where a value came from, and what a mistake is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from conductor.config import Config, ConfigError, all_keys, load
+from conductor.core.types import Priority
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "conductor.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_defaults_are_in_force_without_any_layer() -> None:
+    """Nothing given: every value is a default and says so."""
+    loaded = load()
+    assert loaded.config == Config()
+    assert {setting.source for setting in loaded.settings()} == {"default"}
+
+
+def test_settings_list_every_key_once() -> None:
+    """`config show` prints each valid key exactly once."""
+    assert [setting.key for setting in load().settings()] == all_keys()
+
+
+def test_environment_overrides_the_file_and_flags_override_both(tmp_path: Path) -> None:
+    """File < environment < flags, each value remembering its layer."""
+    file = write(tmp_path, "gateway: {port: 1001, host: 0.0.0.0}\nworkers: {prefill: 3, decode: 4}\n")
+    environment = {"CONDUCTOR__GATEWAY__PORT": "1002", "CONDUCTOR__WORKERS__PREFILL": "5", "HOME": "/"}
+    loaded = load(file, environment, {"gateway.port": 1003, "workers.decode": None})
+    values = {s.key: (s.value, s.source) for s in loaded.settings()}
+    assert values["gateway.port"] == (1003, "flag")
+    assert values["workers.prefill"] == (5, "environment CONDUCTOR__WORKERS__PREFILL")
+    assert values["workers.decode"] == (4, f"file {file}")
+    assert values["gateway.host"] == ("0.0.0.0", f"file {file}")
+
+
+def test_environment_values_are_yaml_scalars() -> None:
+    """`null` and `true` in the environment mean what they mean in the file."""
+    environment = {"CONDUCTOR__SCHEDULER__SLO__TTFT_S": "null", "CONDUCTOR__CLUSTER__DASHBOARD": "true"}
+    config = load(None, environment).config
+    assert config.scheduler.slo.ttft_s is None
+    assert config.cluster.dashboard is True
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (
+            {"CONDUCTOR__GATEWAY__PROT": "1"},
+            r"unknown configuration key gateway.prot \(environment CONDUCTOR__GATEWAY__PROT\); did you mean gateway.port\?",
+        ),
+        ({"CONDUCTOR__XQZJW": "1"}, r"unknown configuration key xqzjw .*; allowed sections: cluster, model"),
+        (
+            {"CONDUCTOR__GATEWAY__PORT": "70000"},
+            r"gateway.port = 70000 \(environment CONDUCTOR__GATEWAY__PORT\) is not allowed: .* less than or equal to 65535",
+        ),
+        ({"CONDUCTOR__WORKERS__PREFILL": "many"}, r"workers.prefill = 'many' .* valid integer"),
+        (
+            {"CONDUCTOR__SCHEDULER__ADMISSION": "never"},
+            r"scheduler: admission is .never.; it must be one of none, on",
+        ),
+        ({"CONDUCTOR__SCHEDULER__QUEUE": "5"}, r"scheduler.queue = 5 .* expected a mapping with the keys dispatch_ahead_s, "),
+        ({"CONDUCTOR__SCHEDULER__REJECTION_BIAS__1": "high"}, r"scheduler.rejection_bias.1 = 'high' .* valid number"),
+        ({"CONDUCTOR__WORKERS__PREFILL": "[1"}, r"CONDUCTOR__WORKERS__PREFILL = '\[1' is not a valid YAML value"),
+    ],
+)
+def test_a_mistake_names_the_key_the_value_its_origin_and_what_is_allowed(environment: dict[str, str], message: str) -> None:
+    """Errors are enough to correct the value without looking anything up."""
+    with pytest.raises(ConfigError, match=message):
+        load(None, environment)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- a\n", "holds list; expected a mapping"),
+        ("gateway: 8000\n", r"gateway = 8000 .* is not allowed; expected a mapping"),
+        ("gatway: {port: 1}\n", "unknown configuration key gatway.port .* did you mean gateway.port"),
+        ("a: [\n", "is not valid YAML"),
+    ],
+)
+def test_a_malformed_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    """The file's own faults are told apart from bad values."""
+    with pytest.raises(ConfigError, match=message):
+        load(write(tmp_path, text))
+
+
+def test_a_nested_value_leaves_its_neighbours_at_their_defaults() -> None:
+    """Setting one weight of a table does not drop the others."""
+    config = load(None, {"CONDUCTOR__SCHEDULER__REJECTION_BIAS__2": "2.5"}).config
+    assert config.scheduler.rejection_bias == {**Config().scheduler.rejection_bias, Priority.LOW: 2.5}
+
+
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    """A file that was asked for must exist."""
+    with pytest.raises(ConfigError, match=r"cannot read the configuration file .*: No such file"):
+        load(tmp_path / "none.yaml")
+
+
+def test_every_error_is_reported_at_once() -> None:
+    """Two bad values give two lines."""
+    with pytest.raises(ConfigError) as caught:
+        load(None, {"CONDUCTOR__GATEWAY__PORT": "-1", "CONDUCTOR__WORKERS__DECODE": "-2"})
+    assert sorted(line.split(" = ")[0] for line in str(caught.value).splitlines()) == ["gateway.port", "workers.decode"]

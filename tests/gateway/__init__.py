@@ -1,0 +1,1 @@
+"""Tests of the HTTP gateway, over real sockets unless a part is pure."""

@@ -1,0 +1,252 @@
+"""`conductor serve` as its users meet it: a real model behind the OpenAI client, killed workers, nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from conductor.core.config import SchedulerConfig
+from conductor.core.scheduler import Scheduler
+from conductor.flight_log import verify
+from tests.bench.served import ROOT, Served, serve
+
+pytestmark = [pytest.mark.live, pytest.mark.slow]
+
+MODEL = "smollm2-135m"
+STORY = "The lighthouse keeper wrote in his journal every evening about the sea and the ships that passed. "
+
+
+@pytest.fixture(scope="module")
+def log_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("flight")
+
+
+@pytest.fixture(scope="module")
+def served(log_directory: Path) -> Iterator[Served]:
+    with serve("--flight-log", str(log_directory)) as running:
+        yield running
+        tree = running.tree()
+        os.kill(running.process.pid, signal.SIGTERM)
+        _, alive = psutil.wait_procs(tree, timeout=60)
+        assert [process.name() for process in alive] == []
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none", max_retries=0, timeout=120) as opened:
+        yield opened
+
+
+def metric(served: Served, name: str) -> float:
+    text = httpx.get(f"http://127.0.0.1:{served.port}/metrics", timeout=10).text
+    return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith((f"{name} ", f"{name}{{")))
+
+
+def eventually(condition: Callable[[], bool], within_s: float = 90) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.1)
+
+
+def ready(served: Served) -> bool:
+    return httpx.get(f"http://127.0.0.1:{served.port}/ready", timeout=10).status_code == 200
+
+
+def whole(served: Served) -> bool:
+    """Every worker is back and nothing is in flight."""
+    return ready(served) and len(workers(served)) == 3 and metric(served, "conductor_cluster_in_flight") == 0
+
+
+def workers(served: Served, actor_class: str = "") -> list[psutil.Process]:
+    """Worker processes, which Ray titles `ray::PrefillWorker...` and `ray::DecodeWorker...`."""
+    titles = (f"ray::{actor_class}",) if actor_class else ("ray::PrefillWorker", "ray::DecodeWorker")
+    found = []
+    for process in served.tree():
+        with contextlib.suppress(psutil.Error):
+            if "".join(process.cmdline()[:1]).startswith(titles):
+                found.append(process)
+    return found
+
+
+def busiest(processes: list[psutil.Process]) -> psutil.Process:
+    """Whoever computes right now."""
+    before = [process.cpu_times().user for process in processes]
+    time.sleep(0.4)
+    spent = [process.cpu_times().user - start for process, start in zip(processes, before, strict=True)]
+    return processes[spent.index(max(spent))]
+
+
+def stream(
+    client: openai.OpenAI, prompt: str, max_tokens: int, on_text: Callable[[int], None] = lambda count: None
+) -> list[str]:
+    """The pieces of a greedy completion."""
+    pieces: list[str] = []
+    chunks = client.completions.create(
+        model=MODEL, prompt=prompt, max_tokens=max_tokens, temperature=0, stream=True, extra_body={"ignore_eos": True}
+    )
+    for chunk in chunks:
+        pieces.append(chunk.choices[0].text)
+        on_text(len(pieces))
+    return pieces
+
+
+def test_the_model_is_listed(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+
+
+def test_chat_answers_and_streams_the_same(client: openai.OpenAI) -> None:
+    """Greedy decoding gives one text, streamed or not."""
+    question = [{"role": "user", "content": "Name three colours."}]
+    options = {"model": MODEL, "messages": question, "max_tokens": 24, "temperature": 0}
+    whole_answer = client.chat.completions.create(**options)  # type: ignore[call-overload]
+    chunks = client.chat.completions.create(**options, stream=True)  # type: ignore[call-overload]
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert whole_answer.choices[0].message.content == text
+    assert len(text) > 0
+
+
+def test_a_repeated_prefix_is_answered_from_cache(client: openai.OpenAI) -> None:
+    """Usage says how much, and the text is the same with and without reuse."""
+    prompt = STORY * 12
+    first = client.completions.create(model=MODEL, prompt=prompt, max_tokens=8, temperature=0)
+    second = client.completions.create(model=MODEL, prompt=prompt, max_tokens=8, temperature=0)
+    assert first.usage is not None
+    assert second.usage is not None
+    assert second.usage.prompt_tokens_details is not None
+    reused = second.usage.prompt_tokens_details.cached_tokens
+    assert reused == (first.usage.prompt_tokens - 1) // 64 * 64
+    assert second.choices[0].text == first.choices[0].text
+
+
+def test_a_decision_can_be_explained(served: Served) -> None:
+    """The response header names the decision, and every candidate is in the record."""
+    answer = httpx.post(
+        f"http://127.0.0.1:{served.port}/v1/completions",
+        json={"model": MODEL, "prompt": "Hello", "max_tokens": 2},
+        timeout=60,
+    )
+    decision_id = answer.headers["x-conductor-decision-id"]
+    command = [sys.executable, "-m", "conductor", "explain", decision_id, "--url", f"http://127.0.0.1:{served.port}"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "prefill-0" in shown
+    assert "prefill-1" in shown
+
+
+def test_a_client_that_leaves_stops_its_request(served: Served) -> None:
+    """Nothing stays in flight."""
+    body = {"model": MODEL, "prompt": STORY, "max_tokens": 2000, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"http://127.0.0.1:{served.port}/v1/completions", json=body, timeout=60) as answer:
+        next(answer.iter_lines())
+    eventually(lambda: metric(served, "conductor_cluster_in_flight") == 0, within_s=20)
+
+
+def test_a_killed_decode_worker_goes_unnoticed(served: Served, client: openai.OpenAI) -> None:
+    """SIGKILL after the tenth token: the text is the undisturbed one, and the service is whole again."""
+    prompt = STORY + "On the third day"
+    undisturbed = stream(client, prompt, 40)
+
+    def kill_at_ten(count: int) -> None:
+        if count == 10:
+            workers(served, "DecodeWorker")[0].kill()
+
+    assert "".join(stream(client, prompt, 40, kill_at_ten)) == "".join(undisturbed)
+    eventually(lambda: whole(served))
+
+
+def test_a_killed_prefill_worker_goes_unnoticed(served: Served, client: openai.OpenAI) -> None:
+    """SIGKILL in the middle of a long prompt: another worker computes it, and the service is whole again."""
+    undisturbed = stream(client, "Once. " + STORY * 80, 12)
+    prompt = "Once. " + STORY * 80
+    fresh = "Twice. " + STORY * 80
+    killer = threading.Timer(1.0, lambda: busiest(workers(served, "PrefillWorker")).kill())
+    killer.start()
+    disturbed = stream(client, fresh, 12)
+    killer.join()
+    eventually(lambda: whole(served))
+    assert "".join(stream(client, prompt, 12)) == "".join(undisturbed)
+    assert "".join(stream(client, fresh, 12)) == "".join(disturbed)
+
+
+def test_without_workers_there_is_a_reason_and_a_recovery(served: Served, client: openai.OpenAI) -> None:
+    """503 while no prefill worker lives, and no restart of the service afterwards."""
+    for process in workers(served, "PrefillWorker"):
+        process.kill()
+    eventually(lambda: not ready(served), within_s=20)
+    with pytest.raises(openai.InternalServerError) as refused:
+        client.completions.create(model=MODEL, prompt="Hello", max_tokens=2)
+    assert refused.value.status_code == 503
+    assert "no prefill worker" in str(refused.value)
+    eventually(lambda: whole(served))
+    client.completions.create(model=MODEL, prompt="Hello", max_tokens=2)
+
+
+def test_the_flight_log_of_all_this_verifies(served: Served, client: openai.OpenAI, log_directory: Path) -> None:
+    """Kills and cancellations included, a fresh scheduler gives the identical commands."""
+    time.sleep(1.2)
+    client.completions.create(model=MODEL, prompt="Hello", max_tokens=2)
+    (log,) = log_directory.glob("*.flight.jsonl")
+    outcome = verify(log, SchedulerConfig, Scheduler)
+    assert outcome.difference is None
+    assert outcome.records > 50
+
+
+def failed_serve(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "conductor", "serve", "--port", "0", *arguments]
+    env = {**os.environ, **(environment or {})}
+    before = {process.pid for process in psutil.process_iter() if process.name().startswith(("ray", "gcs_server"))}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False, env=env)
+    after = {process.pid for process in psutil.process_iter() if process.name().startswith(("ray", "gcs_server"))}
+    assert after - before == set()
+    return done
+
+
+def test_a_damaged_model_file_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    """A folder whose weights are cut short."""
+    from models.folder import find_model
+
+    folder = tmp_path / "damaged"
+    shutil.copytree(find_model(MODEL).path, folder)
+    for weights in folder.glob("*.safetensors"):
+        os.truncate(weights, 1000)
+    done = failed_serve("--model", str(folder))
+    assert done.returncode in (1, 2)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: ")
+    assert ".safetensors" in last
+
+
+def test_too_little_memory_is_one_line_before_anything_starts() -> None:
+    """A cache that no machine holds."""
+    done = failed_serve(environment={"CONDUCTOR__WORKERS__PREFILL_BLOCKS": "100000000"})
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1].startswith("error: not enough memory: ")
+
+
+def test_a_signal_during_the_start_leaves_nothing() -> None:
+    """SIGTERM before anything is ready: exit code 130, no process left."""
+    command = [sys.executable, "-m", "conductor", "serve", "--port", "0"]
+    child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stderr is not None
+    while "starting the Conductor" not in child.stderr.readline():
+        assert child.poll() is None
+    tree = psutil.Process(child.pid).children(recursive=True)
+    child.send_signal(signal.SIGTERM)
+    _, stderr = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert stderr.strip().splitlines()[-1] == "error: stopped before it was ready"
+    _, alive = psutil.wait_procs(tree, timeout=20)
+    assert alive == []

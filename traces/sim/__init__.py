@@ -1,0 +1,1 @@
+"""Parts of the simulated cluster: event loop, caches, links and engines. `traces.simulator` puts them together."""

@@ -1,0 +1,249 @@
+"""A simulated prefill engine: chunked prefill over a block cache.
+
+Every step computes at most `step_tokens` new tokens. Prompts in progress come first, then waiting ones in order of
+submission while the step has tokens left and the pool has room for the whole prompt. A prompt reuses the blocks that the
+cache holds when it is admitted, always leaving at least its last token to compute. A block can be reused from the step that
+computes it on, since a step's attention sees the KV that the same step writes. Blocks stay pinned until the hand-over is done.
+"""
+
+from __future__ import annotations
+
+import bisect
+import random
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+from conductor.core.events import PrefillFinished, PrefillStarted
+from conductor.core.types import Tier, WorkerLoad
+from traces.service_time import PrefillTime
+from traces.sim.cache import BlockCache
+from traces.sim.job import Job
+from traces.sim.loop import At, EventLoop
+from traces.sim.reporter import Reporter
+
+StepStart: TypeAlias = Callable[[int, float], float]
+"""Begins a step beside a number of decoding sequences that add some seconds to it; answers with its whole duration."""
+
+
+class Slice(NamedTuple):
+    """A job's part of one step: how many tokens, and the blocks that become known with them."""
+
+    job: Job
+    tokens: int
+    added: list[int]
+
+
+class EngineLimits(NamedTuple):
+    """Bounds of an engine. Without `chunked` a prompt is computed in one step however long it is; `hold_output` sets room
+    aside for a request's output too, as an engine that also decodes must."""
+
+    step_tokens: int
+    block_tokens: int
+    max_batch: int
+    reuse_blocks: bool = True
+    chunked: bool = True
+    hold_output: bool = False
+    step_variation: float = 0.0
+    seed: int = 0
+
+
+class PrefillHooks(NamedTuple):
+    """Called by the engine: a prompt enters its first step, is complete, or can never fit. `gate`, where there is one, is asked
+    for the next step and answers by calling back at a moment when the accelerator is free."""
+
+    started: Callable[[Job], None]
+    finished: Callable[[Job], None]
+    refused: Callable[[Job, str], None]
+    gate: Callable[[StepStart], None] | None = None
+
+
+class PrefillEngine:
+    """Prefill side of one worker."""
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        reporter: Reporter,
+        cache: BlockCache,
+        time: PrefillTime,
+        limits: EngineLimits,
+        hooks: PrefillHooks,
+    ) -> None:
+        self.cache = cache
+        self.busy_s = 0.0
+        self._loop = loop
+        self._reporter = reporter
+        self._time = time
+        self._limits = limits
+        self._hooks = hooks
+        self._waiting: list[Job] = []
+        self._running: list[Job] = []
+        self._reserved_blocks = 0
+        self._stepping = False
+        self._begin_planned = False
+        self._dead = False
+        self._chance = random.Random(f"{limits.seed}:{reporter.source}:{reporter.epoch}")
+
+    def submit(self, job: Job) -> None:
+        """Queue a job whose fetched prefix (if any) lies in the cache. Earlier placements keep their turn."""
+        bisect.insort(self._waiting, job, key=_order)
+        self._wake()
+
+    def release(self, job: Job) -> None:
+        """The job's KV has left: its blocks may be evicted."""
+        self.cache.unpin(job.request.block_hashes[: job.pinned])
+        self.cache.release_anonymous(job.private_blocks)
+        self._reserved_blocks -= job.reserved_blocks
+        job.pinned = job.private_blocks = job.reserved_blocks = 0
+        self._wake()
+
+    def cancel(self, job: Job) -> None:
+        """Forget a queued or complete job at once, one in the middle of a step when that ends."""
+        job.cancelled = True
+        if job in self._waiting:
+            self._waiting.remove(job)
+        elif job in self._running:
+            if self._stepping:
+                return
+            self._running.remove(job)
+        self.release(job)
+
+    def kill(self) -> list[Job]:
+        """The node is gone. Returns the jobs that it had."""
+        self._dead = True
+        return [*self._running, *self._waiting]
+
+    def load(self) -> WorkerLoad:
+        queued = sum(job.prompt_tokens - job.done_tokens for job in (*self._running, *self._waiting))
+        return WorkerLoad(len(self._waiting), queued, free_blocks=self.cache.free_blocks)
+
+    def _wake(self) -> None:
+        if self._stepping or self._begin_planned or self._dead or not (self._running or self._waiting):
+            return
+        self._begin_planned = True
+        if self._hooks.gate is None:
+            self._loop.at(self._loop.now, At.STEP_BEGIN, self._begin, 0, 0.0)
+        else:
+            self._hooks.gate(self._begin)
+
+    def _begin(self, decoding: int, decode_s: float) -> float:
+        """Begin a step beside `decoding` sequences that lengthen it by `decode_s`. Returns its duration, 0 if there is none."""
+        self._begin_planned = False
+        step = [] if self._dead else self._plan_step(max(1, self._limits.step_tokens - decoding))
+        if not step:
+            return 0.0
+        self._stepping = True
+        duration_s = self._time.step_s([(job.done_tokens, tokens) for job, tokens, _ in step]) + decode_s
+        if self._limits.step_variation:
+            duration_s *= max(0.5, self._chance.gauss(1.0, self._limits.step_variation))
+        self.busy_s += duration_s
+        self._loop.at(self._loop.now + duration_s, At.COMPLETION, self._end, step, duration_s)
+        return duration_s
+
+    def _plan_step(self, left: int) -> list[Slice]:
+        step: list[Slice] = []
+        evicted: list[int] = []
+        for job in self._running:
+            left -= self._take(job, left, step, evicted)
+        while left > 0 and self._waiting and len(self._running) < self._limits.max_batch:
+            job = self._waiting[0]
+            if not self._admit(job, evicted):
+                break
+            if self._running and self._running[-1] is job:
+                left -= self._take(job, left, step, evicted)
+        if evicted:
+            self._reporter.removed(Tier.DEVICE, evicted)
+        return step
+
+    def _take(self, job: Job, left: int, step: list[Slice], evicted: list[int]) -> int:
+        """Give the job its part of a step that has `left` tokens, and room for the blocks that it fills."""
+        tokens = job.prompt_tokens - job.done_tokens
+        if self._limits.chunked:
+            tokens = min(left, tokens)
+        if tokens <= 0 or left <= 0:
+            return 0
+        added: list[int] = []
+        filled = min((job.done_tokens + tokens) // self._limits.block_tokens, len(job.request.block_hashes))
+        if self._limits.reuse_blocks and filled > job.pinned:
+            added, removed = self.cache.store(job.request.block_hashes[job.pinned : filled])
+            evicted += removed
+            job.reserved_blocks -= filled - job.pinned
+            self._reserved_blocks -= filled - job.pinned
+            job.pinned = filled
+        step.append(Slice(job, tokens, added))
+        return tokens
+
+    def _admit(self, job: Job, evicted: list[int]) -> bool:
+        """Move the first waiting job to the running ones. False when the pool has no room for it yet."""
+        held_tokens = job.prompt_tokens + (job.output_tokens if self._limits.hold_output else 0)
+        whole_blocks = -(-held_tokens // self._limits.block_tokens)
+        if whole_blocks > self.cache.capacity_blocks:
+            del self._waiting[0]
+            pool = f"the pool of {self._reporter.source} has {self.cache.capacity_blocks}"
+            self._hooks.refused(job, f"request of {whole_blocks} blocks; {pool}")
+            return True
+        if whole_blocks > self.cache.free_blocks + job.pinned - self._reserved_blocks:
+            return False
+        del self._waiting[0]
+        self._running.append(job)
+        self._reuse(job)
+        evicted += self._reserve(job, whole_blocks)
+        self._reporter.emit(PrefillStarted(job.request.id, job.request.attempt, self._reporter.source))
+        if job.record.prefill_start_s is None:
+            job.record.prefill_start_s = self._loop.now
+        self._hooks.started(job)
+        return True
+
+    def _reuse(self, job: Job) -> None:
+        blocks = job.request.block_hashes
+        matched = 0
+        if self._limits.reuse_blocks:
+            matched = self.cache.match(blocks[: (job.prompt_tokens - 1) // self._limits.block_tokens])
+            self.cache.pin(blocks[:matched])
+            self.cache.unpin(blocks[: job.pinned])
+        job.pinned = matched
+        job.reused_tokens = job.done_tokens = matched * self._limits.block_tokens
+
+    def _reserve(self, job: Job, whole_blocks: int) -> list[int]:
+        """Set room aside for the rest of the prompt: named blocks one by one as they fill, the others at once."""
+        named = len(job.request.block_hashes) if self._limits.reuse_blocks else 0
+        job.private_blocks = whole_blocks - named
+        job.reserved_blocks = named - job.pinned
+        self._reserved_blocks += job.reserved_blocks
+        return self.cache.take_anonymous(job.private_blocks)
+
+    def _end(self, step: list[Slice], duration_s: float) -> None:
+        if self._dead:
+            return
+        self._stepping = False
+        tokens_total = sum(part.tokens for part in step)
+        for job in [job for job in self._running if job.cancelled]:
+            self._running.remove(job)
+            self.release(job)
+        for job, tokens, added in step:
+            before = job.done_tokens // self._limits.block_tokens
+            job.done_tokens += tokens
+            job.record.computed_tokens += tokens
+            job.compute_s += duration_s * tokens / tokens_total
+            if added:
+                self._report_stored(job, added, before)
+            if not job.cancelled and job.done_tokens == job.prompt_tokens:
+                self._running.remove(job)
+                self._complete(job)
+        self._wake()
+
+    def _report_stored(self, job: Job, added: list[int], before: int) -> None:
+        first = job.request.block_hashes.index(added[0], before)
+        parent = job.request.block_hashes[first - 1] if first else None
+        self._reporter.stored(Tier.DEVICE, parent, added)
+
+    def _complete(self, job: Job) -> None:
+        job.record.reused_tokens = job.reused_tokens
+        self._reporter.emit(
+            PrefillFinished(job.request.id, job.request.attempt, self._reporter.source, job.reused_tokens, job.compute_s)
+        )
+        self._hooks.finished(job)
+
+
+def _order(job: Job) -> int:
+    return job.order

@@ -1,0 +1,163 @@
+"""Moves blocks into the device pools of simulated workers: what a placement fetches, and what a migration copies.
+
+The source pins what it sends. It sends the longest run of the wanted blocks that it still holds; what it has lost since the
+decision is computed instead. Fetched blocks stay in the target's pool, so replicas follow demand. Peers send over both
+network cards; lower tiers send over their own channel, the shared store also over a network card.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from conductor.core.commands import DropBlocks, TransferBlocks
+from conductor.core.events import Event, TransferFailed, TransferFinished
+from conductor.core.types import Holder, Tier, WorkerId
+from traces.clusters.profile import ClusterProfile
+from traces.sim.job import Job
+from traces.sim.links import Flow, Link, Network
+from traces.sim.loop import EventLoop
+
+if TYPE_CHECKING:
+    from traces.sim.worker import SimWorker
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Blocks on their way to `target`. `source` is None when they come from a tier that pins nothing."""
+
+    flow: Flow
+    blocks: Sequence[int]
+    source: SimWorker | None
+    target: SimWorker
+
+
+class BlockMover:
+    """Carries out fetches and migrations between the pools of `workers`."""
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        network: Network,
+        profile: ClusterProfile,
+        workers: Mapping[WorkerId, SimWorker],
+        deliver: Callable[[Event], None],
+        parent_of: Callable[[], Mapping[int, int | None]],
+    ) -> None:
+        self._loop = loop
+        self._network = network
+        self._block_bytes = profile.kv_bytes_per_token * profile.block_tokens
+        self._block_tokens = profile.block_tokens
+        self._workers = workers
+        self._deliver = deliver
+        self._parent_of = parent_of
+        self._fetches: dict[str, Fetch] = {}
+        self._copies: dict[str, Fetch] = {}
+
+    def fetch(self, job: Job, target: SimWorker, submit: Callable[[Job], None]) -> None:
+        """Pull what the job's placement fetches, then submit the job."""
+        plan = job.placement.reuse
+        first = plan.local_tokens // self._block_tokens
+        wanted = job.request.block_hashes[first : first + plan.fetched_tokens // self._block_tokens]
+        blocks = () if plan.source is None else wanted[: self._held(plan.source, target, wanted)]
+        if plan.source is None or not blocks:
+            submit(job)
+            return
+        self._hold(job, target, first)
+        source = self._workers.get(plan.source.owner) if plan.source.tier is Tier.DEVICE else None
+        links = self._links(plan.source, target)
+        size_bytes = len(blocks) * self._block_bytes
+        path = "peer_fetch" if source else f"{plan.source.tier.name.lower()}_restore"
+        flow = self._network.start(path, links, size_bytes, self._fetched, job, first, submit)
+        if source is not None:
+            source.cache.pin(blocks)
+        self._fetches[job.request.id] = Fetch(flow, blocks, source, target)
+
+    def abort(self, job: Job) -> bool:
+        """Break off the job's fetch. False when it has none."""
+        fetch = self._fetches.pop(job.request.id, None)
+        if fetch is None:
+            return False
+        self._stop(fetch)
+        return True
+
+    def transfer(self, command: TransferBlocks) -> None:
+        """Copy blocks from one device pool to another, as the scheduler's replicator asks."""
+        source, target = self._workers.get(command.source.owner), self._workers.get(command.target.owner)
+        if source is None or target is None or Tier.DEVICE not in (command.source.tier, command.target.tier):
+            self._deliver(TransferFailed(command.transfer_id, "source or target is gone"))
+            return
+        blocks = command.blocks[: source.cache.match(command.blocks)]
+        if not blocks:
+            self._deliver(TransferFailed(command.transfer_id, f"{command.source.owner} holds none of the blocks"))
+            return
+        source.cache.pin(blocks)
+        links = (source.outgoing, target.incoming)
+        size_bytes = len(blocks) * self._block_bytes
+        flow = self._network.start(command.reason.value, links, size_bytes, self._copied, command)
+        self._copies[command.transfer_id] = Fetch(flow, blocks, source, target)
+
+    def drop(self, command: DropBlocks) -> None:
+        """Make blocks the first to be evicted from a device pool; other tiers do as they do."""
+        worker = self._workers.get(command.holder.owner)
+        if worker is not None and command.holder.tier is Tier.DEVICE:
+            worker.cache.demote(command.blocks, self._parent_of())
+
+    def forget(self, worker: SimWorker) -> None:
+        """Break off what comes from or goes to a lost worker; jobs whose source is gone compute instead."""
+        for transfer_id, copy in list(self._copies.items()):
+            if worker in (copy.source, copy.target):
+                del self._copies[transfer_id]
+                self._stop(copy)
+                self._deliver(TransferFailed(transfer_id, f"{worker.spec.id} is gone"))
+        for fetch in list(self._fetches.values()):
+            if fetch.source is worker:
+                self._network.stop(fetch.flow)
+                fetch.flow.arrived()
+
+    def _held(self, holder: Holder, target: SimWorker, wanted: Sequence[int]) -> int:
+        """How many of `wanted`, from the first on, the holder can send."""
+        if holder.tier is not Tier.DEVICE:
+            store = target.tiers.get(holder.tier)
+            return 0 if store is None else store.match(wanted)
+        source = self._workers.get(holder.owner)
+        return 0 if source is None else source.cache.match(wanted)
+
+    def _links(self, holder: Holder, target: SimWorker) -> tuple[Link, ...]:
+        if holder.tier is Tier.DEVICE:
+            return (self._workers[holder.owner].outgoing, target.incoming)
+        channel = target.tiers[holder.tier].channel
+        return (channel, target.incoming) if holder.tier is Tier.SHARED else (channel,)
+
+    def _hold(self, job: Job, target: SimWorker, first: int) -> None:
+        """Keep the local part of the prefix while the rest travels."""
+        local = job.request.block_hashes[: target.cache.match(job.request.block_hashes[:first])]
+        target.cache.pin(local)
+        job.pinned = len(local)
+
+    def _fetched(self, job: Job, first: int, submit: Callable[[Job], None]) -> None:
+        fetch = self._fetches.pop(job.request.id)
+        if fetch.source is not None:
+            fetch.source.cache.unpin(fetch.blocks)
+        intact = fetch.source is None or fetch.source.spec.id in self._workers
+        if intact and job.pinned == first and fetch.target.cache.free_blocks >= len(fetch.blocks):
+            fetch.target.keep(job.request.block_hashes[first - 1] if first else None, fetch.blocks)
+            job.pinned = first + len(fetch.blocks)
+        submit(job)
+
+    def _copied(self, command: TransferBlocks) -> None:
+        copy = self._copies.pop(command.transfer_id)
+        if copy.source is not None:
+            copy.source.cache.unpin(copy.blocks)
+        cache = copy.target.cache
+        if cache.free_blocks >= len(copy.blocks):
+            copy.target.keep(None, copy.blocks)
+            cache.unpin(copy.blocks)
+        duration_s = self._loop.now - copy.flow.started_s
+        self._deliver(TransferFinished(command.transfer_id, copy.flow.size_bytes, duration_s))
+
+    def _stop(self, fetch: Fetch) -> None:
+        self._network.stop(fetch.flow)
+        if fetch.source is not None:
+            fetch.source.cache.unpin(fetch.blocks)

@@ -1,0 +1,181 @@
+"""Replays a trace in virtual time: the real `conductor.core.Scheduler` over a simulated cluster.
+
+Assembles loop, cluster and scheduler, feeds every arrival, hands events to the scheduler and its commands to the cluster,
+and turns what happened into a `RunResult`. The scheduler sees what a live one would see: reports of workers, perhaps late;
+never the ground truth, nor a request's true output length beyond the limit that its client set.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from conductor.core.commands import Command
+from conductor.core.config import SchedulerConfig
+from conductor.core.events import Event, RequestArrived, Tick
+from conductor.core.scheduler import Scheduler
+from conductor.core.types import Request, Role, Tier, WorkerId, WorkerSpec
+from traces.belief import fit_cost_profile
+from traces.clusters.profile import ClusterProfile
+from traces.outcomes import RunResult
+from traces.schema import TraceRequest
+from traces.sim.job import RequestRecord
+from traces.sim.loop import At, EventLoop
+from traces.sim.results import collect
+from traces.sim_workers import SimCluster
+
+Observer = Callable[[float, Event, Sequence[Command]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """A node that dies at `lost_s` and comes back, empty, at `back_s` (None: never)."""
+
+    worker: WorkerId
+    lost_s: float
+    back_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationOptions:
+    """What is simulated: the cluster, the decisions, and the world's accidents."""
+
+    cluster: ClusterProfile
+    prefill_workers: int = 8
+    decode_workers: int = 8
+    coupled_workers: int = 0
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    speed: float = 1.0
+    event_lag_s: float = 0.0
+    outages: tuple[Outage, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.speed > 0:
+            raise ValueError(f"speed is {self.speed}; allowed: a number above 0")
+        if self.event_lag_s < 0:
+            raise ValueError(f"event_lag_s is {self.event_lag_s}; allowed: a number of at least 0")
+        for name in ("prefill_workers", "decode_workers", "coupled_workers"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; allowed: an integer of at least 0")
+        for work, workers in (("prefill", self.prefill_workers), ("decode", self.decode_workers)):
+            if workers + self.coupled_workers < 1:
+                raise ValueError(f"no worker to {work}; allowed: at least one {work} or coupled worker")
+
+
+def simulate(
+    trace: Iterable[TraceRequest],
+    options: SimulationOptions,
+    *,
+    name: str = "trace",
+    observer: Observer | None = None,
+) -> RunResult:
+    """Replay `trace`. `observer` sees every (time, event, commands), in order, as a flight log holds them."""
+    simulation = Simulation(options, observer)
+    simulation.feed(trace)
+    simulation.run()
+    return collect(name, simulation)
+
+
+class Simulation:
+    """One replay. `records` holds what happened to each request, in trace order."""
+
+    def __init__(self, options: SimulationOptions, observer: Observer | None = None) -> None:
+        self.options = options
+        self.loop = EventLoop()
+        self.records: dict[str, RequestRecord] = {}
+        self.scheduler = Scheduler(options.scheduler)
+        self.cluster = SimCluster(self.loop, options.cluster, self.records, self._deliver, event_lag_s=options.event_lag_s)
+        self._observer = observer
+        self._inbox: deque[Event] = deque()
+        self._tick_s: float | None = None
+        self._specs = {spec.id: spec for spec in worker_specs(options)}
+        for spec in self._specs.values():
+            self.cluster.join(spec, epoch=1)
+        for outage in options.outages:
+            self._plan_outage(outage)
+
+    def feed(self, trace: Iterable[TraceRequest]) -> None:
+        """Plan the arrival of every request of `trace`."""
+        origin_s: float | None = None
+        for index, row in enumerate(trace):
+            origin_s = row.timestamp_s if origin_s is None else origin_s
+            arrival_s = (row.timestamp_s - origin_s) / self.options.speed
+            output_tokens = max(1, row.output_tokens)
+            request = Request(
+                id=f"{index:07d}",
+                prompt_tokens=row.input_tokens,
+                block_hashes=row.full_block_ids,
+                max_output_tokens=output_tokens,
+                traffic_class=row.traffic_class or "chat",
+                session=row.session,
+            )
+            self.records[request.id] = RequestRecord(index, request, arrival_s, output_tokens)
+            self.loop.at(arrival_s, At.ARRIVAL, self._deliver, RequestArrived(request))
+
+    def run(self) -> None:
+        """Let virtual time pass until nothing is left to happen."""
+        self._drain()
+        self.loop.run(self._drain)
+
+    def _deliver(self, event: Event) -> None:
+        self._inbox.append(event)
+
+    def _drain(self) -> None:
+        """Hand over every event of this moment, and carry out what the scheduler answers."""
+        inbox, handle, execute, now = self._inbox, self.scheduler.handle, self.cluster.execute, self.loop.now
+        if not inbox:
+            return
+        while inbox:
+            event = inbox.popleft()
+            commands = handle(event, now)
+            if self._observer is not None:
+                self._observer(now, event, commands)
+            for command in commands:
+                execute(command)
+        self._plan_tick()
+
+    def _plan_tick(self) -> None:
+        deadline_s = self.scheduler.next_deadline()
+        if deadline_s is None:
+            return
+        due_s = max(deadline_s, self.loop.now)
+        if self._tick_s is None or due_s < self._tick_s:
+            self._tick_s = due_s
+            self.loop.at(due_s, At.TIMER, self._tick, due_s)
+
+    def _tick(self, due_s: float) -> None:
+        if self._tick_s == due_s:
+            self._tick_s = None
+            self._deliver(Tick())
+
+    def _plan_outage(self, outage: Outage) -> None:
+        if outage.worker not in self._specs:
+            raise ValueError(f"outage of {outage.worker!r}; allowed: one of {', '.join(self._specs)}")
+        self.loop.at(outage.lost_s, At.COMPLETION, self.cluster.lose, outage.worker)
+        if outage.back_s is not None:
+            spec = self._specs[outage.worker]
+            self.loop.at(outage.back_s, At.COMPLETION, self.cluster.join, spec, 2)
+
+
+def worker_specs(options: SimulationOptions) -> list[WorkerSpec]:
+    """What the workers of a cluster say of themselves; each stands on a node of its own."""
+    profile = fit_cost_profile(options.cluster)
+    pools = (
+        (Role.PREFILL, options.prefill_workers),
+        (Role.DECODE, options.decode_workers),
+        (Role.COUPLED, options.coupled_workers),
+    )
+    return [
+        WorkerSpec(
+            id=f"{role}-{number:03d}",
+            role=role,
+            node=f"{role}-{number:03d}",
+            profile=profile,
+            capacity_blocks={Tier.DEVICE: options.cluster.device_blocks},
+            nic_bytes_per_s=options.cluster.network.nic_bytes_per_s,
+            max_batch=options.cluster.max_batch,
+        )
+        for role, count in pools
+        for number in range(count)
+    ]

@@ -1,0 +1,83 @@
+"""What one worker is made of, checked when it is built: a wrong value is named with its field and what is allowed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from conductor.core.cost_profile import CostProfile
+from conductor.core.types import Role
+from workers.batching import DEFAULT_CHUNK_TOKENS
+from workers.kv_transfer.select import TRANSPORTS
+from workers.kv_transfer.throttled import LinkLimit
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """One worker. Its KV memory is `num_blocks` blocks, or as many as fit into `kv_memory_bytes`; exactly one is given.
+
+    `node`, `rack` and `zone` name where it runs (node None: the host's name). `profile` None: measured on first use.
+    `lease_s` bounds how long an offer or an unfinished hand-over may hold blocks.
+    """
+
+    worker_id: str
+    role: Role
+    model: str
+    num_blocks: int | None = None
+    kv_memory_bytes: int | None = None
+    block_tokens: int = 64
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+    max_batch: int = 16
+    threads: int = 1
+    device: str = "cpu"
+    compute_dtype: str = "float32"
+    kv_dtype: str = "float32"
+    transport: str = "object_store"
+    link: LinkLimit = field(default_factory=LinkLimit)
+    lease_s: float = 60.0
+    report_interval_s: float = 0.5
+    max_unread_outputs: int = 100_000
+    profile: CostProfile | None = None
+    node: str | None = None
+    rack: str = ""
+    zone: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("worker_id", "model", "device"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must not be empty")
+        for name in ("block_tokens", "chunk_tokens", "max_batch", "threads", "max_unread_outputs"):
+            _at_least(name, getattr(self, name), 1)
+        if (self.num_blocks is None) == (self.kv_memory_bytes is None):
+            found = f"num_blocks is {self.num_blocks!r} and kv_memory_bytes is {self.kv_memory_bytes!r}"
+            raise ValueError(f"{found}; exactly one of them must be given")
+        for name in ("num_blocks", "kv_memory_bytes"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        for name in ("lease_s", "report_interval_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be above 0")
+        _one_of("compute_dtype", self.compute_dtype, DTYPES)
+        _one_of("kv_dtype", self.kv_dtype, DTYPES)
+        _one_of("transport", self.transport, tuple(TRANSPORTS))
+
+    def blocks(self, block_bytes: int) -> int:
+        """How many blocks of `block_bytes` the worker has. Raises `ValueError` when not one fits."""
+        if self.num_blocks is not None:
+            return self.num_blocks
+        assert self.kv_memory_bytes is not None
+        if self.kv_memory_bytes < block_bytes:
+            raise ValueError(f"kv_memory_bytes is {self.kv_memory_bytes}; one block needs {block_bytes}")
+        return self.kv_memory_bytes // block_bytes
+
+
+def _at_least(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}")
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")

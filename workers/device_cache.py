@@ -1,0 +1,181 @@
+"""The device pool of one worker: the planning of `BlockPool`, the bytes of `PagedKVCache`, and a lock around the planning.
+
+Compute and KV movement run in different threads. Planning is short and locked; bytes are read and written outside of the lock,
+which is safe because a full, named block never changes, and a fresh block belongs to whoever allocated it. On the CPU blocks
+that lie side by side are exported as views of the cache, without a copy.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from conductor.core.types import BlockHash
+from models.base import KVLayout, PagedKVCache
+from workers.block_pool import BlockId, BlockPool, OutOfBlocks, PoolChange
+from workers.kv_transfer.base import KVArray, KVDescriptor
+
+
+def describe_layout(layout: KVLayout, block_tokens: int) -> KVDescriptor:
+    """What a transport needs to know of a cache's bytes."""
+    return KVDescriptor(
+        layout=layout.name,
+        version=layout.version,
+        dtype=str(layout.dtype).removeprefix("torch."),
+        token_shape=tuple(layout.token_shape),
+        num_layers=layout.num_layers,
+        block_tokens=block_tokens,
+        layer_block_bytes=layout.bytes_per_token // layout.num_layers * block_tokens,
+    )
+
+
+class DeviceCache:
+    """Thread-safe. `on_freed` is called, in whatever thread, after blocks have been released."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int, block_tokens: int, device: str = "cpu") -> None:
+        self.paged = PagedKVCache(layout, num_blocks, block_tokens, device)
+        self.kv = describe_layout(layout, block_tokens)
+        self.on_freed: Callable[[], None] = lambda: None
+        self._pool = BlockPool(num_blocks)
+        self._lock = threading.Lock()
+        self._rows: list[KVArray] | None = [_rows(layer) for layer in self.paged.layers] if self._on_cpu else None
+
+    @property
+    def num_blocks(self) -> int:
+        return self._pool.num_blocks
+
+    @property
+    def block_tokens(self) -> int:
+        return self.paged.block_tokens
+
+    @property
+    def available(self) -> int:
+        return self._pool.available
+
+    @property
+    def pinned(self) -> int:
+        return self._pool.pinned
+
+    @property
+    def idle(self) -> int:
+        return self._pool.idle
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self.paged.layers[0].device.type == "cpu"
+
+    # --- planning -----------------------------------------------------------------------------------------------------
+
+    def match(self, hashes: Sequence[BlockHash]) -> int:
+        with self._lock:
+            return self._pool.match(hashes)
+
+    def acquire(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
+        with self._lock:
+            return self._pool.acquire(hashes)
+
+    def reserve(self, hashes: Sequence[BlockHash], blocks: int) -> tuple[list[BlockId], int] | OutOfBlocks:
+        """`blocks` pinned blocks that begin with the longest cached prefix of `hashes`, and the length of that prefix."""
+        with self._lock:
+            held = self._pool.acquire(hashes[:blocks])
+            fresh = self._pool.allocate(blocks - len(held))
+            if isinstance(fresh, OutOfBlocks):
+                self._pool.release(held)
+                return fresh
+            return held + fresh, len(held)
+
+    def allocate(self, count: int) -> list[BlockId] | OutOfBlocks:
+        with self._lock:
+            return self._pool.allocate(count)
+
+    def commit(self, table: list[BlockId], first: int, hashes: Sequence[BlockHash]) -> None:
+        """Name the full blocks `table[first:len(hashes)]` in place; earlier ones are named already."""
+        with self._lock:
+            for position in range(first, len(hashes)):
+                parent = hashes[position - 1] if position else None
+                table[position] = self._pool.commit(table[position], hashes[position], parent)
+
+    def retain(self, ids: Sequence[BlockId]) -> None:
+        with self._lock:
+            self._pool.retain(ids)
+
+    def release(self, ids: Sequence[BlockId]) -> None:
+        with self._lock:
+            self._pool.release(ids)
+        self.on_freed()
+
+    def demote(self, hashes: Sequence[BlockHash]) -> None:
+        with self._lock:
+            self._pool.demote(hashes)
+
+    def evict_idle(self) -> int:
+        with self._lock:
+            return self._pool.evict_idle()
+
+    def drain_changes(self) -> list[PoolChange]:
+        with self._lock:
+            return self._pool.drain_changes()
+
+    def snapshot(self) -> tuple[BlockHash, ...]:
+        """Everything cached, each block after its parent; undrained changes are part of it and forgotten."""
+        with self._lock:
+            self._pool.drain_changes()
+            return self._pool.cached()
+
+    def check(self) -> None:
+        with self._lock:
+            self._pool.check()
+
+    # --- bytes --------------------------------------------------------------------------------------------------------
+
+    def read(self, ids: Sequence[BlockId]) -> list[KVArray]:
+        """The bytes of pinned blocks, one array a layer; valid while they stay pinned."""
+        if self._rows is None:
+            data = self.paged.gather(ids).cpu()
+            return [_rows(layer) for layer in data]
+        where = _slice_or_index(ids)
+        return [rows[where] for rows in self._rows]
+
+    def write(self, ids: Sequence[BlockId], arrays: Sequence[KVArray]) -> None:
+        """Fill blocks that belong to the caller."""
+        if self._rows is None:
+            layout = self.paged.layout
+            shape = (layout.num_layers, len(ids), self.block_tokens, *layout.token_shape)
+            stacked = torch.from_numpy(np.stack(arrays)).view(layout.dtype).view(shape)
+            self.paged.scatter(ids, stacked)
+            return
+        where = _slice_or_index(ids)
+        for rows, array in zip(self._rows, arrays, strict=True):
+            rows[where] = array
+
+    def import_prefix(self, hashes: Sequence[BlockHash], first: int, arrays: Sequence[KVArray]) -> OutOfBlocks | None:
+        """Keep fetched blocks: `arrays` holds the KV of `hashes[first:]`, whose ancestors `hashes[:first]` are cached here.
+
+        Blocks that are cached meanwhile are left as they are. When an ancestor was evicted meanwhile, nothing is kept.
+        """
+        reserved = self.reserve(hashes, len(hashes))
+        if isinstance(reserved, OutOfBlocks):
+            return reserved
+        table, held = reserved
+        try:
+            if held >= first:
+                self.write(table[held:], [array[held - first :] for array in arrays])
+                self.commit(table, held, hashes)
+        finally:
+            self.release(table)
+        return None
+
+
+def _rows(layer: torch.Tensor) -> KVArray:
+    """A layer's blocks as rows of bytes; shares memory."""
+    rows: KVArray = layer.flatten(1).view(torch.uint8).numpy()
+    return rows
+
+
+def _slice_or_index(ids: Sequence[BlockId]) -> slice | list[BlockId]:
+    if ids and list(ids) == list(range(ids[0], ids[0] + len(ids))):
+        return slice(ids[0], ids[0] + len(ids))
+    return list(ids)

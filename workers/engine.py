@@ -1,0 +1,177 @@
+"""Runs a model over paged KV: prompts by chunk from the longest cached prefix, decode in batches, KV in and out by block.
+
+Synchronous and device-agnostic. It computes when it is told to and keeps no queue: what is computed next is planned in
+`batching.py` and carried out by the actors. One thread computes; a sequence belongs to one caller at a time. Each full block is
+named as soon as it is computed, generated ones too, so a conversation finds its own answer in the cache at its next turn. The
+last token of a prompt is always computed, because its logits are what the prompt is computed for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from conductor.core.hashing import extend
+from conductor.core.types import BlockHash
+from models.base import CausalLM, ForwardBatch
+from models.sampling import SampledToken, TokenHistory, has_penalty, sample
+from workers.block_pool import OutOfBlocks
+from workers.device_cache import DeviceCache
+from workers.kv_transfer.base import KVArray
+from workers.sequence import KVSequence, Prompt
+
+Extend: TypeAlias = Callable[[BlockHash, bytes], BlockHash]
+OnLayer: TypeAlias = Callable[[int], None]
+
+
+class Engine:
+    """A model and its device cache. `extend(parent, tokens as little-endian int32)` hashes a block."""
+
+    def __init__(self, model: CausalLM, cache: DeviceCache, extend: Extend = extend) -> None:
+        self.model = model
+        self.cache = cache
+        self._extend = extend
+        self._device = cache.paged.layers[0].device
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """The longest sequence, prompt and output, that fits the model's context and the whole pool."""
+        return min(self.model.max_context, self.cache.num_blocks * self.cache.block_tokens)
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.cache.block_tokens)
+
+    # --- the life of a sequence ---------------------------------------------------------------------------------------
+
+    def begin(self, prompt: Prompt) -> KVSequence | OutOfBlocks:
+        """Reserve blocks for the whole prompt, the longest cached prefix among them. All but that prefix is to be computed."""
+        reusable = (len(prompt.tokens) - 1) // self.cache.block_tokens
+        return self._reserve(prompt, prompt.tokens, reusable)
+
+    def begin_again(self, sequence: KVSequence) -> KVSequence | OutOfBlocks:
+        """The same for a sequence whose blocks were given back while it decoded: everything but its last token needs KV."""
+        known = sequence.tokens[:-1]
+        self._extend_hashes(sequence, len(known) // self.cache.block_tokens)
+        reserved = self.cache.reserve(sequence.hashes, self.blocks_for(len(sequence.tokens)))
+        if isinstance(reserved, OutOfBlocks):
+            return reserved
+        table, held = reserved
+        computed = held * self.cache.block_tokens
+        return KVSequence(
+            sequence.prompt, sequence.tokens, sequence.hashes, table, computed, held, reused_tokens=sequence.reused_tokens
+        )
+
+    def adopt(self, prompt: Prompt) -> KVSequence | OutOfBlocks:
+        """Reserve blocks for a prompt whose KV comes from elsewhere; what is cached here already need not come."""
+        return self._reserve(prompt, prompt.tokens, len(prompt.hashes))
+
+    def _reserve(self, prompt: Prompt, tokens: Sequence[int], reusable: int) -> KVSequence | OutOfBlocks:
+        reserved = self.cache.reserve(prompt.hashes[:reusable], self.blocks_for(len(tokens)))
+        if isinstance(reserved, OutOfBlocks):
+            return reserved
+        table, held = reserved
+        cached = held * self.cache.block_tokens
+        return KVSequence(prompt, list(tokens), list(prompt.hashes), table, cached, held, reused_tokens=cached)
+
+    def finish(self, sequence: KVSequence) -> None:
+        """Give the blocks back; named ones stay cached. Once only a sequence."""
+        self.cache.release(sequence.table)
+        sequence.table = []
+
+    # --- computing ----------------------------------------------------------------------------------------------------
+
+    def prefill_chunk(self, sequence: KVSequence, tokens: int, on_layer: OnLayer | None = None) -> Tensor:
+        """Compute the next `tokens` tokens and name the blocks they fill. Logits [vocab] of the last one."""
+        start = sequence.computed
+        new = sequence.tokens[start : start + tokens]
+        batch = ForwardBatch(torch.tensor(new, device=self._device), [len(new)], [start], [sequence.table])
+        logits = self.model.forward(batch, self.cache.paged, on_layer=on_layer)
+        sequence.computed += len(new)
+        self._name_full_blocks(sequence)
+        return logits[0]
+
+    def first_token(self, sequence: KVSequence, logits: Tensor) -> SampledToken:
+        """Draw the token that follows a prompt whose last logits are `logits`, and append it."""
+        return self._draw([sequence], logits[None])[0]
+
+    def grow(self, sequence: KVSequence) -> bool:
+        """Make room for the KV of one more token; False when there is no block."""
+        if sequence.computed < len(sequence.table) * self.cache.block_tokens:
+            return True
+        fresh = self.cache.allocate(1)
+        if isinstance(fresh, OutOfBlocks):
+            return False
+        sequence.table += fresh
+        return True
+
+    def decode_step(self, sequences: Sequence[KVSequence]) -> list[SampledToken]:
+        """Compute the pending token of every sequence, which all have room for it, and draw and append the next ones."""
+        batch = ForwardBatch(
+            token_ids=torch.tensor([sequence.tokens[sequence.computed] for sequence in sequences], device=self._device),
+            query_lens=[1] * len(sequences),
+            context_lens=[sequence.computed for sequence in sequences],
+            block_tables=[sequence.table for sequence in sequences],
+        )
+        logits = self.model.forward(batch, self.cache.paged)
+        for sequence in sequences:
+            sequence.computed += 1
+            self._name_full_blocks(sequence)
+        return self._draw(sequences, logits)
+
+    def _draw(self, sequences: Sequence[KVSequence], logits: Tensor) -> list[SampledToken]:
+        rules = [sequence.prompt.sampling for sequence in sequences]
+        positions = [len(sequence.tokens) for sequence in sequences]
+        histories = [_history(sequence) for sequence in sequences] if any(map(has_penalty, rules)) else None
+        drawn = sample(logits, rules, positions, histories)
+        for sequence, token in zip(sequences, drawn, strict=True):
+            sequence.tokens.append(token.token_id)
+        return drawn
+
+    # --- KV in and out ------------------------------------------------------------------------------------------------
+
+    def receive(self, sequence: KVSequence, first_block: int, arrays: Sequence[KVArray]) -> None:
+        """Write KV that came from elsewhere into blocks `first_block...` of an adopted sequence, except what it has."""
+        skip = max(0, sequence.named - first_block)
+        stop = first_block + len(arrays[0])
+        if first_block + skip < stop:
+            self.cache.write(sequence.table[first_block + skip : stop], [array[skip:] for array in arrays])
+        sequence.received.update(range(first_block, stop))
+
+    def missing_blocks(self, sequence: KVSequence) -> list[int]:
+        """Blocks of an adopted sequence that are neither cached nor received."""
+        return [block for block in range(sequence.named, len(sequence.table)) if block not in sequence.received]
+
+    def complete(self, sequence: KVSequence, first_token: int) -> None:
+        """All KV of an adopted prompt is here: name its blocks and let it decode from its first token."""
+        missing = self.missing_blocks(sequence)
+        if missing:
+            raise ValueError(f"blocks {missing} of {len(sequence.table)} have not been received")
+        sequence.computed = len(sequence.tokens)
+        self._name_full_blocks(sequence)
+        sequence.tokens.append(first_token)
+
+    # --- names --------------------------------------------------------------------------------------------------------
+
+    def _name_full_blocks(self, sequence: KVSequence) -> None:
+        full = sequence.computed // self.cache.block_tokens
+        if full > sequence.named:
+            self._extend_hashes(sequence, full)
+            self.cache.commit(sequence.table, sequence.named, sequence.hashes[:full])
+            sequence.named = full
+
+    def _extend_hashes(self, sequence: KVSequence, blocks: int) -> None:
+        size = self.cache.block_tokens
+        while len(sequence.hashes) < blocks:
+            position = len(sequence.hashes)
+            parent = sequence.hashes[-1] if sequence.hashes else sequence.prompt.root
+            tokens = np.asarray(sequence.tokens[position * size : (position + 1) * size], dtype="<i4")
+            sequence.hashes.append(self._extend(parent, tokens.tobytes()))
+
+
+def _history(sequence: KVSequence) -> TokenHistory:
+    split = len(sequence.prompt.tokens) - sequence.prompt.emitted_tokens
+    return TokenHistory(prompt=sequence.tokens[:split], output=sequence.tokens[split:])

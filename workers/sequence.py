@@ -1,0 +1,50 @@
+"""One request's tokens on one engine: what it starts from, how far its KV reaches, and which blocks hold it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from conductor.core.messages import SamplingParams
+from conductor.core.types import BlockHash
+from workers.block_pool import BlockId
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a sequence starts from. `hashes`: one a full block; `root`: what the first block's hash chains to.
+
+    The last `emitted_tokens` of `tokens` are output of an earlier attempt.
+    """
+
+    tokens: tuple[int, ...]
+    hashes: tuple[BlockHash, ...]
+    root: BlockHash
+    sampling: SamplingParams
+    emitted_tokens: int = 0
+
+
+@dataclass(slots=True)
+class KVSequence:
+    """Whose token is where:
+
+        tokens  [0 ... computed) [computed ... len(tokens))
+                 KV in `table`    to be computed; during decode exactly one, the token drawn last
+        blocks  [0 ... named)    [named ... len(table))
+                 carry a hash     partial, or being filled
+
+    `reused_tokens` of the prompt were found in the cache. `received` are blocks whose KV came from another worker.
+    """
+
+    prompt: Prompt
+    tokens: list[int]
+    hashes: list[BlockHash]
+    table: list[BlockId]
+    computed: int
+    named: int
+    reused_tokens: int
+    received: set[int] = field(default_factory=set)
+
+    @property
+    def output_tokens(self) -> int:
+        """Length of the whole output so far, earlier attempts included."""
+        return len(self.tokens) - len(self.prompt.tokens) + self.prompt.emitted_tokens
