@@ -56,8 +56,8 @@ class Llama(CausalLM):
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: PagedKVCache, *, on_layer: Callable[[int], None] | None = None) -> Tensor:
-        self._check_context(batch)
         plan = plan_batch(batch, cache, self._embed.dtype)
+        self._check_context(batch)
         cos, sin = self._cos[plan.positions], self._sin[plan.positions]
         hidden = F.embedding(batch.token_ids.to(self._embed.device), self._embed)
         for index, (layer, kv) in enumerate(zip(self._layers, cache.layers, strict=True)):
