@@ -25,6 +25,8 @@ from traces.commands import (
 from traces.compare import TraceSource, cells_of
 from traces.compare_command import run_comparison
 from traces.console import fail
+from traces.experiment_command import run_experiment
+from traces.experiments import EXPERIMENTS
 from traces.replay_command import ReportTargets
 from traces.simulate_command import FlightLogOpener, run_simulation
 from traces.simulator import SimulationOptions
@@ -49,6 +51,7 @@ def register(app: typer.Typer, open_flight_log: FlightLogOpener) -> None:
     """Add the commands of this module to the `conductor` application."""
     app.command("simulate")(SimulateCommand(open_flight_log).simulate)
     app.command("compare")(compare)
+    app.command("experiment")(experiment)
 
 
 class SimulateCommand:
@@ -148,6 +151,18 @@ def compare(
     if unknown:
         raise fail(f"policies holds {unknown[0]!r}; allowed: {', '.join(POLICIES)}")
     run_comparison(cells, directory, ray_address, json_target)
+
+
+def experiment(
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(EXPERIMENTS)}.", metavar="NAME")],
+    trace: TracePath,
+    limit: Limit = None,
+    json_target: JsonTarget = None,
+) -> None:
+    """Repeat an experiment of the Mooncake paper: its figures beside ours, and which of its claims hold."""
+    if name not in EXPERIMENTS:
+        raise fail(f"experiment is {name!r}; allowed: {', '.join(EXPERIMENTS)}")
+    raise typer.Exit(run_experiment(EXPERIMENTS[name], opened(trace, None, strict=False, limit=limit), json_target))
 
 
 def listed(text: str, name: str, kind: Callable[[str], T]) -> list[T]:
