@@ -155,12 +155,12 @@ class _Signals:
 async def _serve(config: Config, prepared: Prepared, listener: socket.socket, progress: Progress) -> None:
     signals = _Signals()
     async with AsyncExitStack() as stack:
-        cluster = Cluster(config, plan_workers(config), progress)
+        plans = asyncio.get_running_loop().run_in_executor(None, plan_workers, config)  # imports torch while Ray starts
+        cluster = Cluster(config, progress)
         stack.push_async_callback(cluster.stop)
         cluster.connect()
         signals.install()
-        await asyncio.sleep(0)  # a signal that came meanwhile takes effect here
-        await cluster.start()
+        await cluster.start(await plans)
         client = RayEngineClient(cluster.conductor, prepared.hash_prompt)
         stack.push_async_callback(client.close)
         await client.start()
