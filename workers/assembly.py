@@ -1,15 +1,16 @@
 """From a worker's configuration to its collaborators: model, device cache, engine, transport, cost profile.
 
 The only place in this package that loads weights. An actor takes the function that builds its parts as an argument, so tests
-and other models put theirs in its place. A worker without a measured profile says that it is not calibrated (no samples).
+and other models put theirs in its place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+import numpy as np
 import torch
 
 from conductor.core.cost_profile import CostProfile
@@ -17,13 +18,18 @@ from conductor.core.hashing import KVNamespace
 from conductor.core.messages import SamplingParams
 from conductor.core.types import BlockHash
 from models.base import KVLayout
-from models.load import load_model
+from models.load import LoadedModel, load_model
 from workers.config import WorkerConfig
 from workers.device_cache import DeviceCache
 from workers.engine import Engine
-from workers.kv_transfer.base import KVTransport
+from workers.kv_transfer.base import KVDescriptor, KVTransport
 from workers.kv_transfer.select import make_transport
+from workers.kv_transfer.throttled import LinkLimit
+from workers.profiler import Profiler
 from workers.sequence import KVSequence, Prompt
+
+PROFILE_LEASE_S = 60.0
+PROBE = KVDescriptor("probe", 1, "uint8", (1,), num_layers=1, block_tokens=1, layer_block_bytes=1 << 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,30 +55,51 @@ def build_parts(config: WorkerConfig) -> WorkerParts:
     return WorkerParts(
         engine=engine,
         transport=make_transport(config.transport, engine.cache.kv, config.link),
-        profile=config.profile or unmeasured_profile(config, loaded.model.layout),
+        profile=config.profile or measured_profile(config, loaded, engine.cache),
         model_name=loaded.card.name,
         root_of=lambda tenant: KVNamespace(namespace, config.block_tokens, salt=tenant).seed,
+    )
+
+
+def measured_profile(config: WorkerConfig, loaded: LoadedModel, cache: DeviceCache) -> CostProfile:
+    """The profile of this model on this machine, measured if it is not remembered. Overwrites the bytes of the cache.
+
+    Transfers are measured over the transport without its throttle, which is added afterwards: it is no property of the machine.
+    """
+    transport = make_transport(config.transport, PROBE)
+    profiler = Profiler(
+        loaded.model,
+        cache.paged,
+        chunk_tokens=config.chunk_tokens,
+        budget_s=config.profile_budget_s,
+        transfer=lambda nbytes: round_trip(transport, nbytes),
+    )
+    fitted = profiler.load_or_measure(loaded.card.revision, config.compute_dtype)
+    transport.close()
+    return throttled_profile(fitted.profile, config.link)
+
+
+def round_trip(transport: KVTransport, nbytes: int) -> None:
+    """Move `nbytes`, rounded to whole probe blocks, from memory through the transport into memory, as a hand-over does."""
+    source = np.zeros((max(1, nbytes // PROBE.layer_block_bytes), PROBE.layer_block_bytes), dtype=np.uint8)
+    ticket = transport.offer([source], PROFILE_LEASE_S)
+    np.copyto(source, transport.fetch(ticket, PROFILE_LEASE_S)[0])
+    transport.release(ticket.id)
+
+
+def throttled_profile(profile: CostProfile, link: LinkLimit) -> CostProfile:
+    """The same worker behind a slower link."""
+    limit_bytes_per_s = profile.transfer_bytes_per_s if link.link_gbps is None else link.link_gbps * 1e9 / 8
+    return replace(
+        profile,
+        transfer_latency_s=profile.transfer_latency_s + link.latency_ms / 1000,
+        transfer_bytes_per_s=min(profile.transfer_bytes_per_s, limit_bytes_per_s),
     )
 
 
 def make_cache(config: WorkerConfig, layout: KVLayout) -> DeviceCache:
     num_blocks = config.blocks(layout.bytes_per_token * config.block_tokens)
     return DeviceCache(layout, num_blocks, config.block_tokens, config.device)
-
-
-def unmeasured_profile(config: WorkerConfig, layout: KVLayout) -> CostProfile:
-    """What is known without measuring: sizes. Times are placeholders of an uncalibrated profile, which rejects nothing."""
-    return CostProfile(
-        prefill_base_s=0.0,
-        prefill_per_token_s=0.003,
-        prefill_per_token2_s=0.0,
-        decode_base_s=0.05,
-        decode_per_sequence_s=0.0,
-        decode_per_context_token_s=0.0,
-        kv_bytes_per_token=layout.bytes_per_token,
-        block_tokens=config.block_tokens,
-        chunk_tokens=config.chunk_tokens,
-    )
 
 
 def warm_up(engine: Engine) -> None:

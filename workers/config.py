@@ -40,6 +40,7 @@ class WorkerConfig:
     report_interval_s: float = 0.5
     max_unread_outputs: int = 100_000
     profile: CostProfile | None = None
+    profile_budget_s: float = 20.0
     node: str | None = None
     rack: str = ""
     zone: str = ""
@@ -56,7 +57,7 @@ class WorkerConfig:
         for name in ("num_blocks", "kv_memory_bytes"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
-        for name in ("lease_s", "report_interval_s"):
+        for name in ("lease_s", "report_interval_s", "profile_budget_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be above 0")
         _one_of("compute_dtype", self.compute_dtype, DTYPES)

@@ -14,7 +14,7 @@ from conductor.core.messages import GenerationJob, SamplingParams, TokenOutput
 from conductor.core.types import Request, Role
 from models.folder import load_card
 from models.pull import DEFAULT_MODEL
-from tests.workers.actor_doubles import CHANNEL, place
+from tests.workers.actor_doubles import CHANNEL, PROFILE, place
 from tests.workers.doubles import packed
 from workers.config import WorkerConfig
 from workers.decode import DecodeWorker
@@ -46,7 +46,9 @@ def actors(local_ray: Any) -> Iterator[dict[str, Any]]:
         ("p1", PrefillWorker, Role.PREFILL),
         ("d0", DecodeWorker, Role.DECODE),
     ):
-        config = WorkerConfig(worker_id=worker_id, role=role, model=DEFAULT_MODEL, num_blocks=24, chunk_tokens=64)
+        config = WorkerConfig(
+            worker_id=worker_id, role=role, model=DEFAULT_MODEL, num_blocks=24, chunk_tokens=64, profile=PROFILE
+        )
         handles[worker_id] = local_ray.remote(kind).options(num_cpus=0, max_concurrency=100).remote(config)
     yield handles
     for handle in handles.values():

@@ -1,0 +1,82 @@
+"""A worker's parts, built from a small model on disk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from conductor.core.hashing import KVNamespace, hash_blocks
+from conductor.core.types import Role
+from tests.models.builders import write_tiny_folder
+from tests.workers.actor_doubles import PROFILE
+from tests.workers.doubles import packed
+from workers.assembly import PROBE, build_parts, round_trip, throttled_profile, warm_up
+from workers.config import WorkerConfig
+from workers.kv_transfer.base import KVArray, KVDescriptor, KVTicket
+from workers.kv_transfer.loopback import Fabric, LoopbackTransport
+from workers.kv_transfer.throttled import LinkLimit
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WorkerConfig:
+    monkeypatch.setenv("CONDUCTOR_CACHE", str(tmp_path / "cache"))
+    torch.set_num_threads(1)
+    write_tiny_folder(tmp_path / "tiny", "llama")
+    return WorkerConfig(
+        worker_id="p0",
+        role=Role.PREFILL,
+        model=str(tmp_path / "tiny"),
+        kv_memory_bytes=3 * 2 * 2 * 16 * 4 * 16 * 12,
+        block_tokens=16,
+        transport="loopback",
+        profile_budget_s=0.3,
+    )
+
+
+def test_parts_fit_together(config: WorkerConfig) -> None:
+    """Capacity follows from the memory budget, the profile is measured, and the warm-up leaves an empty cache."""
+    parts = build_parts(config)
+    assert parts.engine.cache.num_blocks == 12
+    assert parts.model_name == "tiny"
+    assert parts.profile.calibrated
+    assert parts.profile.kv_bytes_per_token == parts.engine.cache.kv.block_bytes // 16
+    warm_up(parts.engine)
+    assert (parts.engine.cache.pinned, parts.engine.cache.idle, parts.engine.cache.drain_changes()) == (0, 0, [])
+
+
+def test_the_transfer_probe_moves_what_it_is_asked_to() -> None:
+    """Profiles measure the transport with exactly the sizes that they fit."""
+    fabric: Fabric = {}
+    transport = Counting(PROBE, fabric)
+    for nbytes in (1 << 18, 1 << 22):
+        round_trip(transport, nbytes)
+    assert transport.moved == [1 << 18, 1 << 22]
+    assert (transport.offered, fabric) == (0, {})
+
+
+class Counting(LoopbackTransport):
+    def __init__(self, kv: KVDescriptor, fabric: Fabric) -> None:
+        super().__init__(kv, fabric)
+        self.moved: list[int] = []
+
+    def fetch(self, ticket: KVTicket, timeout_s: float) -> list[KVArray]:
+        self.moved.append(ticket.nbytes)
+        return super().fetch(ticket, timeout_s)
+
+
+def test_tenants_have_roots_of_their_own(config: WorkerConfig) -> None:
+    """A tenant's first block chains to the namespace that its gateway hashes in."""
+    parts = build_parts(replace(config, profile=PROFILE))
+    assert parts.root_of("a") != parts.root_of("b")
+    assert isinstance(hash_blocks(parts.root_of("a"), packed(range(16)), 16)[0], int)
+    assert KVNamespace(("x",), 16, salt="a").seed != parts.root_of("a")
+
+
+def test_a_throttle_shows_in_the_profile() -> None:
+    """The scheduler must foresee the slow link that a transfer will meet."""
+    slow = throttled_profile(replace(PROFILE, transfer_bytes_per_s=1e9, transfer_latency_s=0.001), LinkLimit(4, latency_ms=2))
+    assert (slow.transfer_bytes_per_s, slow.transfer_latency_s) == (5e8, 0.003)
+    assert throttled_profile(PROFILE, LinkLimit()) == PROFILE
