@@ -44,6 +44,9 @@ class RequestState:
     handover: Flow | None = None
     avoid: frozenset[WorkerId] = field(default_factory=frozenset)
 
+    def enter(self, phase: Phase, now: float) -> None:
+        self.phase, self.phase_since_s = phase, now
+
     @property
     def workers(self) -> tuple[WorkerId, ...]:
         """The workers that have heard of the current attempt, each once."""
