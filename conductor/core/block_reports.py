@@ -2,8 +2,8 @@
 
 Every report carries its source, the source's life (epoch) and a sequence number without gaps. A repeated or older stamp changes
 nothing; a new epoch forgets everything the old one claimed; a gap asks for a snapshot, and until that comes only removals are
-believed, since a removal never makes a claim false. Reports of a source that has not joined, or is known to be dead, are ignored:
-nobody could fetch from it, and nobody would say when its claims end.
+believed, since a removal never makes a claim false. Reports of a source that has not joined, or is known to be dead, are
+ignored: nobody could fetch from it, and nobody would say when its claims end.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -92,7 +91,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.reported = ReportedCaches()
         self.ledger = Ledger()
         self.requests: dict[str, Request] = {}
-        self.stash: list[Event] = []
+        self.stash: list[CacheReport | WorkerJoined | WorkerLost] = []
         self.observed = 0
 
     @initialize(
@@ -444,4 +443,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
