@@ -11,8 +11,10 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -50,7 +52,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")
 
 def main() -> None:
     """Entry point. Mounts the trace commands unless a command of this module is named."""
-    own = {"serve", "config", "model", "explain", "verify", "profile", "doctor", "--version"}
+    own = {"serve", "config", "model", "explain", "verify", "doctor", "--version"}
     if not own & set(sys.argv[1:2]):
         from conductor.flight_log import recording
         from traces import commands, sim_commands
@@ -66,8 +68,14 @@ def fail(message: str, code: ExitCode) -> typer.Exit:
     return typer.Exit(code)
 
 
-def progress(line: str) -> None:
-    Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
+def progress_since(start_s: float) -> Callable[[str], None]:
+    """Prints lines to standard error with the seconds since `start_s`."""
+    console = Console(stderr=True)
+
+    def progress(line: str) -> None:
+        console.print(f"[{monotonic() - start_s:5.1f} s] {line}", markup=False, highlight=False, soft_wrap=True)
+
+    return progress
 
 
 def load_config(file: Path | None, flags: dict[str, Any] | None = None) -> LoadedConfig:
@@ -103,6 +111,7 @@ def serve(
     flags = {"gateway.host": host, "gateway.port": port, "model.name": model, "workers.prefill": prefill}
     flags |= {"workers.decode": decode, "scheduler.policy": policy, "cluster.address": address}
     flags |= {"flight_log.directory": None if flight_log is None else str(flight_log)}
+    progress = progress_since(monotonic())
     loaded = load_config(config, flags)
     from conductor import serve as serving
 

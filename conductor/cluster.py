@@ -11,16 +11,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from conductor.config import ClusterSection, Config, FlightLogSection
+from conductor.core.config import SchedulerConfig
+from conductor.core.scheduler import Scheduler
 from conductor.core.types import Role, WorkerId, WorkerSpec
-from conductor.flight_log import SUFFIX, FlightLogWriter, prune_runs
+from conductor.flight_log import RunDirectory
 from conductor.runtime import ConductorRuntime, Ports
+
+if TYPE_CHECKING:  # actors import this module, and need no configuration files, schemas or gateway
+    from conductor.config import ClusterSection, Config, FlightLogSection
 
 logger = logging.getLogger(__name__)
 
@@ -51,14 +54,9 @@ class WorkerPlan:
 class ConductorActor(ConductorRuntime):
     """The runtime as an actor: it builds its scheduler, and knows its own handle and what Ray's errors mean."""
 
-    def __init__(self, config: Config) -> None:
-        from conductor.core.scheduler import Scheduler  # here, so that the driver's process does without
-
-        super().__init__(
-            Scheduler(config.scheduler),
-            open_flight_log(config.flight_log, config.scheduler),
-            Ports(is_worker_loss=is_worker_loss, on_fatal=_exit_process),
-        )
+    def __init__(self, config: SchedulerConfig, logs: RunDirectory | None) -> None:
+        log = None if logs is None else logs.open_run(config)
+        super().__init__(Scheduler(config), log, Ports(is_worker_loss=is_worker_loss, on_fatal=_exit_process))
 
     async def join(self, spec: WorkerSpec, handle: Any) -> int:
         """`add_worker` with this actor as the one to report to."""
@@ -83,15 +81,12 @@ def is_worker_loss(error: BaseException) -> bool:
     return isinstance(error, RayActorError) and not isinstance(error, RayTaskError)
 
 
-def open_flight_log(section: FlightLogSection, scheduler_config: Any) -> FlightLogWriter | None:
-    """The log of a new run in the configured directory, old runs pruned; None when logging is off."""
+def flight_log_runs(section: FlightLogSection) -> RunDirectory | None:
+    """Where runs are recorded; None when they are not."""
     if not section.enabled:
         return None
-    directory = section.directory or default_flight_log_directory()
-    prune_runs(directory, section.keep_runs - 1)
-    name = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}{SUFFIX}"
-    return FlightLogWriter(
-        directory / name, scheduler_config, segment_bytes=section.segment_mib * MIB, max_segments=section.max_segments
+    return RunDirectory(
+        section.directory or default_flight_log_directory(), section.segment_mib * MIB, section.max_segments, section.keep_runs
     )
 
 
@@ -136,17 +131,17 @@ def _plan(config: Config, role: Role, number: int, actor_class: type) -> WorkerP
 
 
 class Cluster:
-    """Ray, the Conductor and the workers of one deployment. Use on one event loop: `start`, then `stop` whatever happened."""
+    """Ray, the Conductor and the workers of one deployment: `connect`, `start`, and `stop` whatever happened."""
 
-    def __init__(self, config: Config, plans: list[WorkerPlan], progress: Progress = lambda line: None) -> None:
+    def __init__(self, config: Config, progress: Progress = lambda line: None) -> None:
         self.config = config
-        self._plans = plans
+        self._plans: list[WorkerPlan] = []
         self._progress = progress
         self._conductor: Any | None = None
         self._handles: dict[WorkerId, Any] = {}
         self._specs: dict[WorkerId, WorkerSpec] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self._owns_ray = False
+        self._connected = False
 
     def handle(self, worker_id: WorkerId) -> Any:
         """The actor handle of a worker's current life. Raises KeyError for an unknown worker."""
@@ -159,13 +154,16 @@ class Cluster:
             raise ClusterError("the cluster has not been started")
         return self._conductor
 
-    async def start(self) -> None:
-        """Return when every worker has joined. Raises `ClusterError`."""
-        self._progress(
-            "starting Ray" if self.config.cluster.address is None else f"joining Ray at {self.config.cluster.address}"
-        )
-        await asyncio.to_thread(connect, self.config.cluster, self._cpus_needed())
-        self._owns_ray = True
+    def connect(self) -> None:
+        """Start or join Ray; blocks. In the main thread only, and Ray takes the signal handlers. Raises `ClusterError`."""
+        address = self.config.cluster.address
+        self._progress("starting Ray" if address is None else f"joining Ray at {address}")
+        connect(self.config.cluster, self._cpus(), actor_environment(self.config.workers.threads))
+        self._connected = True
+
+    async def start(self, plans: list[WorkerPlan]) -> None:
+        """After `connect`: return when every worker has joined. Raises `ClusterError`."""
+        self._plans = plans
         self._progress(f"starting the Conductor and {len(self._plans)} workers")
         self._conductor = self._create_conductor()
         self._handles = {plan.id: self._create_worker(plan) for plan in self._plans}
@@ -178,7 +176,7 @@ class Cluster:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if not self._owns_ray:
+        if not self._connected:
             return
         import ray
 
@@ -187,13 +185,14 @@ class Cluster:
                 ray.kill(handle)
             if self._conductor is not None:
                 ray.kill(self._conductor)
-        await asyncio.to_thread(ray.shutdown)
-        self._owns_ray = False
+        ray.shutdown()
+        self._connected = False
 
     # --- actors -------------------------------------------------------------------------------------------------------
 
-    def _cpus_needed(self) -> int:
-        return self.config.cluster.num_cpus or max(1, sum(plan.threads for plan in self._plans))
+    def _cpus(self) -> int:
+        workers = self.config.workers
+        return self.config.cluster.num_cpus or max(1, (workers.prefill + workers.decode) * workers.threads)
 
     def _create_conductor(self) -> Any:
         import ray
@@ -201,16 +200,18 @@ class Cluster:
         options = self._life() | {"name": CONDUCTOR_NAME, "namespace": self.config.cluster.namespace, "num_cpus": 0}
         options |= {"max_restarts": -1, "max_concurrency": CONDUCTOR_CONCURRENCY}
         try:
-            return ray.remote(ConductorActor).options(**options).remote(self.config)
+            actor = ray.remote(ConductorActor).options(**options)
+            return actor.remote(self.config.scheduler, flight_log_runs(self.config.flight_log))
         except ValueError as error:
             raise ClusterError(f"an actor named {CONDUCTOR_NAME!r} is running in this Ray namespace already: {error}") from None
 
     def _create_worker(self, plan: WorkerPlan) -> Any:
         import ray
 
-        environment = {"OMP_NUM_THREADS": str(plan.threads), "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
         options = self._life() | {"num_cpus": plan.threads, "max_concurrency": WORKER_CONCURRENCY, "max_restarts": 0}
-        options |= {"scheduling_strategy": "SPREAD", "runtime_env": {"env_vars": environment}}
+        options |= {"scheduling_strategy": "SPREAD"}
+        if self.config.cluster.address is not None:  # a local Ray has inherited it, which spares a slow set-up
+            options |= {"runtime_env": {"env_vars": actor_environment(plan.threads)}}
         return ray.remote(plan.actor_class).options(**options).remote(plan.config)
 
     def _life(self) -> dict[str, Any]:
@@ -292,12 +293,17 @@ def _kill(handle: Any) -> None:
     ray.kill(handle)
 
 
-def connect(section: ClusterSection, num_cpus: int) -> None:
-    """Start a local Ray, or join the one at `section.address`. Raises `ClusterError`."""
+def actor_environment(threads: int) -> dict[str, str]:
+    """What every actor process finds in its environment."""
+    return {"OMP_NUM_THREADS": str(threads), "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
+
+
+def connect(section: ClusterSection, num_cpus: int, environment: Mapping[str, str]) -> None:
+    """Start a local Ray, whose processes inherit `environment`, or join the one at `section.address`. Raises `ClusterError`."""
+    os.environ.update(environment)
     os.environ["RAY_AUTH_MODE"] = section.auth_mode
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # actors without a GPU see the devices that there are
-    os.environ["RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"] = "1"
     import ray
 
     options: dict[str, Any] = {"namespace": section.namespace, "log_to_driver": False, "logging_level": logging.WARNING}

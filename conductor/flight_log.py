@@ -12,7 +12,9 @@ the beginning of a run: a log whose first segment is gone is refused.
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -136,6 +138,24 @@ def recording(path: Path, scheduler_config: Any) -> Iterator[Callable[[float, Ev
         yield writer.append
     finally:
         writer.close()
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """Where the runs of a deployment are recorded, and how much of them is kept."""
+
+    directory: Path
+    segment_bytes: int
+    max_segments: int
+    keep_runs: int
+
+    def open_run(self, scheduler_config: Any) -> FlightLogWriter:
+        """The log of a run that begins now; runs beyond the latest `keep_runs` are deleted."""
+        prune_runs(self.directory, self.keep_runs - 1)
+        name = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}{SUFFIX}"
+        return FlightLogWriter(
+            self.directory / name, scheduler_config, segment_bytes=self.segment_bytes, max_segments=self.max_segments
+        )
 
 
 def segment_path(path: Path, segment: int) -> Path:

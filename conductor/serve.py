@@ -137,6 +137,10 @@ class _Signals:
     def __init__(self) -> None:
         self.server: Server | None = None
         self._task = asyncio.current_task()
+        self.install()
+
+    def install(self) -> None:
+        """Take the signals; again after anything else has taken them, as Ray does."""
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._received, number)
 
@@ -151,9 +155,12 @@ class _Signals:
 async def _serve(config: Config, prepared: Prepared, listener: socket.socket, progress: Progress) -> None:
     signals = _Signals()
     async with AsyncExitStack() as stack:
-        cluster = Cluster(config, plan_workers(config), progress)
+        plans = asyncio.get_running_loop().run_in_executor(None, plan_workers, config)  # imports torch while Ray starts
+        cluster = Cluster(config, progress)
         stack.push_async_callback(cluster.stop)
-        await cluster.start()
+        cluster.connect()
+        signals.install()
+        await cluster.start(await plans)
         client = RayEngineClient(cluster.conductor, prepared.hash_prompt)
         stack.push_async_callback(client.close)
         await client.start()

@@ -52,16 +52,24 @@ def _checksum(path: Path) -> str:
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock, between processes, on the file `path`, which is created if need be."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError as error:
+        raise ModelFileError(f"the cache directory {path.parent} cannot be written: {error.strerror}") from error
+    with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 @contextmanager
 def scratch_folder(beside: Path) -> Iterator[Path]:
-    """A temporary folder on the same file system as `beside`, gone afterwards. Turns a full disk into a `ModelFileError`."""
-    beside.parent.mkdir(parents=True, exist_ok=True)
+    """A temporary folder on the same file system as `beside`, gone afterwards. Turns a full disk into a `ModelFileError`.
+
+    The caller holds the lock of `beside`: what a killed predecessor left is removed.
+    """
+    for leftover in beside.parent.glob(f".{beside.name}-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{beside.name}-", dir=beside.parent))
     try:
         yield folder

@@ -17,7 +17,7 @@ MAX_FUNCTION_LINES = 60
 
 CORE_MAY_IMPORT = {"conductor", "numpy", "sortedcontainers"}  # besides the pure part of the standard library:
 CORE_MAY_IMPORT |= {"__future__", "abc", "array", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib"}
-CORE_MAY_IMPORT |= {"heapq", "itertools", "math", "operator", "random", "struct", "types", "typing"}
+CORE_MAY_IMPORT |= {"heapq", "itertools", "math", "operator", "random", "struct", "types", "typing", "zlib"}
 CORE_MUST_NOT_CALL = {"time", "monotonic", "perf_counter", "now", "utcnow", "urandom", "getenv", "open", "print", "input"}
 
 

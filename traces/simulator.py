@@ -15,7 +15,7 @@ from conductor.core.commands import Command
 from conductor.core.config import SchedulerConfig
 from conductor.core.events import Event, RequestArrived, Tick
 from conductor.core.scheduler import Scheduler
-from conductor.core.types import Request, Role, Tier, WorkerId, WorkerSpec
+from conductor.core.types import InvariantError, Request, Role, Tier, WorkerId, WorkerSpec
 from traces.belief import fit_cost_profile
 from traces.clusters.profile import ClusterProfile
 from traces.outcomes import RunResult
@@ -25,6 +25,7 @@ from traces.sim.loop import At, EventLoop
 from traces.sim.results import collect
 from traces.sim_workers import SimCluster
 
+MAX_TICKS_AT_ONCE = 1000
 Observer = Callable[[float, Event, Sequence[Command]], None]
 
 
@@ -89,6 +90,8 @@ class Simulation:
         self._observer = observer
         self._inbox: deque[Event] = deque()
         self._tick_s: float | None = None
+        self._last_tick_s = -1.0
+        self._ticks_now = 0
         self._specs = {spec.id: spec for spec in worker_specs(options)}
         for spec in self._specs.values():
             self.cluster.join(spec, epoch=1)
@@ -145,9 +148,14 @@ class Simulation:
             self.loop.at(due_s, At.TIMER, self._tick, due_s)
 
     def _tick(self, due_s: float) -> None:
-        if self._tick_s == due_s:
-            self._tick_s = None
-            self._deliver(Tick())
+        if self._tick_s != due_s:
+            return
+        self._tick_s = None
+        self._ticks_now = self._ticks_now + 1 if due_s == self._last_tick_s else 0
+        self._last_tick_s = due_s
+        if self._ticks_now > MAX_TICKS_AT_ONCE:
+            raise InvariantError(f"the scheduler asks for a tick at {due_s} s again and again; virtual time stands still")
+        self._deliver(Tick())
 
     def _plan_outage(self, outage: Outage) -> None:
         if outage.worker not in self._specs:

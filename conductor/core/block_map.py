@@ -2,8 +2,9 @@
 
 One dict of ten million entries stops the world for half a second whenever it grows. Here the map is a list of dicts of a few
 thousand entries each; whenever it holds more than `FILL` a dict on average, one dict, the next in turn, is split in two, which
-takes a fraction of a millisecond. A dict is split before it would have to grow, and few large dicts are kinder to the processor's
-caches than many small ones. Keys and values are plain integers, which the garbage collector does not visit.
+takes a fraction of a millisecond. A dict is split before it would have to grow, and no earlier, because few large dicts are
+kinder to the processor's caches than many small ones. Keys and values are plain integers, which the garbage collector does
+not visit.
 
 The dict of a hash is `shards[i]` with `i = hash & high`, or `hash & low` where shard `i` does not exist yet; `low + 1` is the
 number of shards at the start of the current round of splits and `high = 2 * low + 1`.

@@ -20,9 +20,10 @@ class QueueConfig:
 
     `dispatch_ahead_s` is how long before the predicted end of a worker's work the next request is sent to it.
     `burst_window_s` is how long arrivals are collected before they are assigned together; 0 collects those of one instant.
-    Order is by `work_s + aging * arrival time`: after `w / aging` seconds a request overtakes every shorter one by `w`
-    seconds of work, so nobody starves; whoever has waited `max_wait_s` goes first whatever its length. A priority class is
-    worth `priority_step_s` seconds of work. `max_requests` bounds the queue (None: unbounded).
+    Order is by `work_s + aging * arrival time`: after `w / aging` seconds a request overtakes every shorter one by `w` seconds
+    of work, so nobody starves; whoever has waited `max_wait_s` goes first whatever its length. A priority class is worth
+    `priority_step_s` seconds of work. `max_requests` bounds the queue (None: unbounded), `look_ahead` how many of its head are
+    considered at a time.
     """
 
     dispatch_ahead_s: float = 0.005
@@ -31,7 +32,17 @@ class QueueConfig:
     max_wait_s: float = 30.0
     priority_step_s: float = 1.0
     max_requests: int | None = None
+    look_ahead: int = 64
     orphan_wait_s: float = 30.0  # how long an interrupted request may wait for any worker to come back
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementWeights:
+    """What the `conductor` policy charges beside a request's own time; see `policies/conductor.py`."""
+
+    delay: float = 1.0
+    copy: float = 0.5
+    spread_s: float = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +81,7 @@ class SchedulerConfig:
     """
 
     block_tokens: int = 64
-    policy: str = "kvcache_centric"
+    policy: str = "conductor"
     admission: str = "early"
     slo: SLO = field(default_factory=SLO)
     kvcache_balancing_threshold: float = 1.5
@@ -85,6 +96,7 @@ class SchedulerConfig:
     snapshot_retry_s: float = 2.0
     decision_records: int = 2048
     seed: int = 0
+    weights: PlacementWeights = PlacementWeights()
     queue: QueueConfig = QueueConfig()
     calibration: CalibrationConfig = CalibrationConfig()
     migration: MigrationConfig = MigrationConfig()

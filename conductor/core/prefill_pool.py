@@ -44,6 +44,7 @@ class PrefillPool(WorkerTable):
         "pending_s": np.float64,
         "foreign_s": np.float64,
         "active_tokens": np.float64,
+        "churn_tokens": np.float64,
         "jobs": np.int64,
         "correction": np.float64,
         "calibrated_until_s": np.float64,
@@ -76,6 +77,7 @@ class PrefillPool(WorkerTable):
     pending_s: FloatArray
     foreign_s: FloatArray
     active_tokens: FloatArray
+    churn_tokens: FloatArray
     jobs: IntArray
     correction: FloatArray
     calibrated_until_s: FloatArray
@@ -138,6 +140,13 @@ class PrefillPool(WorkerTable):
         queue += self.foreign_s
         return queue
 
+    def churn_share(self) -> FloatArray:
+        """How much more each worker's cache has been written than the least written one, as a share of all of it."""
+        least = float(self.churn_tokens.min())
+        most = float(self.churn_tokens.max())
+        share: FloatArray = (self.churn_tokens - least) / max(most - least, 1.0)
+        return share
+
     def worker_queue_s(self, worker: WorkerId, now: float) -> float:
         row = self.row[worker]
         return max(float(self.running_end_s[row]) - now, 0.0) + float(self.pending_s[row]) + float(self.foreign_s[row])
@@ -155,6 +164,7 @@ class PrefillPool(WorkerTable):
         work[request] = job
         self.jobs[row] = len(work)
         self.active_tokens[row] += job.new_tokens
+        self.churn_tokens[row] += job.new_tokens
 
     def started(self, worker: WorkerId, request: RequestId, now: float) -> None:
         """The worker began with `request`; a request that overtook others leaves the sum as it is."""

@@ -3,8 +3,8 @@ prompt on all of them at once.
 
 A flat map from block hash to a bitmask of holders: the hash names the whole prefix, so no tree is needed. Two facts make a
 match cheap. A holder is *closed*: where it has a block, it has all ancestors, since eviction takes leaves first and reports
-come in order. So the bitmask only loses bits along a prompt, and if it is equal at two depths it is equal between them: a
-galloping search finds the few depths at which it shrinks, whatever the length of the prompt and the number of holders. A
+come in order. So the bitmask only loses bits along a prompt, and if it is equal at two depths it is equal between them:
+bisection finds the few depths at which it shrinks, whatever the length of the prompt and the number of holders. A
 holder that does not promise closure (an engine that we do not own) is declared so, and its match is verified block by block.
 
 Expected blocks (dispatched, not yet reported) are kept as whole chains from the root, apart from confirmed ones, and count as
@@ -30,7 +30,7 @@ from conductor.core.types import BlockHash, Holder, InvariantError
 IntArray = npt.NDArray[np.int32]
 
 FEW_BITS = 6
-CACHED_MASKS = 4096
+CACHED = 4096
 
 
 class PrefixMatch(NamedTuple):
@@ -61,6 +61,7 @@ class PrefixIndex:
         self._live = 0
         self._unclosed = 0
         self._expected = ExpectedPrefixes()
+        self._partings: dict[BlockHash, int] = {}  # a guess for each root; verified whenever it is used
         self._positions: dict[int, npt.NDArray[np.int64]] = {}  # slot numbers of a mask, for masks that come up often
         self._retired: dict[int, int] = {}  # bits being swept out, and how many pieces of the map are still to be visited
         self._cursor = 0
@@ -179,33 +180,48 @@ class PrefixIndex:
         return PrefixMatch(depths, confirmed)
 
     def _depths(self, hashes: Sequence[BlockHash]) -> IntArray:
-        """Find the depths at which the bitmask shrinks: gallop ahead from the last one, then bisect."""
+        """Find the depths at which the bitmask shrinks, by bisection from one to the next."""
         shards, high_bits, low_bits = self._blocks.shards, self._blocks.high, self._blocks.low
         total, num_shards = len(hashes), len(shards)
         depths = np.zeros(len(self._slots) + len(self._free_numbers), dtype=np.int32)
-        mask, depth = self._live, 0  # the slots in `mask` have the first `depth` blocks
-        while mask and depth < total:
-            low, high, step, kept = depth, total, 1, 0
+        mask = self._blocks.get(hashes[0]) & self._live if hashes else 0
+        low, high, kept = self._usual_first_loss(hashes, mask)
+        parting = 0
+        while mask:  # its slots have the first `low` blocks; at `high` only those in `kept` are left
             while low < high:
-                probe = low + step - 1
-                if probe >= high:
-                    probe = high - 1
-                block = hashes[probe]
+                middle = (low + high) >> 1
+                block = hashes[middle]
                 position = block & high_bits
                 if position >= num_shards:
                     position &= low_bits
                 here = shards[position].get(block, 0) & mask
                 if here == mask:
-                    low = probe + 1
-                    step += step
+                    low = middle + 1
                 else:
-                    high, kept = probe, here
-                    step = (high - low + 1) >> 1 or 1
-            depth = low
-            if depth:
-                self._write(depths, mask ^ kept, depth)
-            mask = kept
+                    high, kept = middle, here
+            self._write(depths, mask ^ kept, low)
+            parting = parting or low
+            mask, high, kept, low = kept, total, 0, low + 1
+        if parting:
+            self._partings[hashes[0]] = parting
         return depths
+
+    def _usual_first_loss(self, hashes: Sequence[BlockHash], mask: int) -> tuple[int, int, int]:
+        """Bounds of the first depth at which a slot of `mask` drops out, and what is left at the upper one.
+
+        Prompts that share a root mostly part at the same depth, the end of a system prompt, so two look-ups there are worth
+        more than a bisection of the whole.
+        """
+        total = len(hashes)
+        if not mask:
+            return 0, 0, 0
+        if len(self._partings) > CACHED:
+            self._partings.clear()
+        depth = self._partings.get(hashes[0], 0)
+        if depth < 1 or depth >= total or self._blocks.get(hashes[depth - 1]) & mask != mask:
+            return 1, total, 0
+        here = self._blocks.get(hashes[depth]) & mask
+        return (depth + 1, total, 0) if here == mask else (depth, depth, here)
 
     def _write(self, depths: IntArray, mask: int, depth: int) -> None:
         """Set the depth of every slot in `mask`."""
@@ -224,7 +240,7 @@ class PrefixIndex:
             octets = np.frombuffer(mask.to_bytes((len(self._numbers) + 7) // 8, "little"), dtype=np.uint8)
             bits = np.flatnonzero(np.unpackbits(octets, bitorder="little"))
             positions = np.asarray(self._numbers, dtype=np.int64)[bits]
-            if len(self._positions) >= CACHED_MASKS:
+            if len(self._positions) >= CACHED:
                 self._positions.clear()
             self._positions[mask] = positions
         return positions

@@ -44,11 +44,17 @@ class RequestState:
     handover: Flow | None = None
     avoid: frozenset[WorkerId] = field(default_factory=frozenset)
 
+    def enter(self, phase: Phase, now: float) -> None:
+        self.phase, self.phase_since_s = phase, now
+
     @property
     def workers(self) -> tuple[WorkerId, ...]:
-        """The workers that have heard of the current attempt, each once."""
+        """The workers that the current attempt depends on, each once. Once it decodes, nothing of it is left where it was
+        prefilled."""
         if self.placement is None:
             return ()
+        if self.phase is Phase.DECODE and self.decode is not None:
+            return (self.decode,)
         prefill = self.placement.prefill
         return (prefill,) if self.decode is None or self.decode == prefill else (prefill, self.decode)
 

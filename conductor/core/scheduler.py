@@ -14,10 +14,12 @@ from typing import Any
 
 from conductor.core import admission
 from conductor.core.block_reports import BlockReports
+from conductor.core.bookings import Bookings
 from conductor.core.calibration import Calibration
-from conductor.core.cluster_view import ClusterView, Flow
+from conductor.core.cluster_view import ClusterView
 from conductor.core.commands import Cancel, Command, Reject, ResumeRequest, StartDecode, StartPrefill
 from conductor.core.config import SchedulerConfig
+from conductor.core.continuations import Continuations
 from conductor.core.events import (
     BlocksRemoved,
     BlocksStored,
@@ -41,26 +43,26 @@ from conductor.core.events import (
     WorkerJoined,
     WorkerLost,
 )
+from conductor.core.late_binding import LateBinding
 from conductor.core.output_length import OutputLengths
-from conductor.core.placement import Policy, Situation, eligible
-from conductor.core.policies import POLICIES
-from conductor.core.prefill_pool import PrefillJob
+from conductor.core.placement import Choice, Policy, Situation, eligible
+from conductor.core.policies import policy_named
+from conductor.core.policies.conductor import least_work_s
 from conductor.core.prefix_index import PrefixIndex
 from conductor.core.requests import Outcome, Phase, RequestState, RequestTable
 from conductor.core.tbt import DecodeNeed, choose_decode
 from conductor.core.ttft import prefill_terms
 from conductor.core.types import (
     FinishReason,
-    Holder,
-    Placement,
     Rejection,
     RejectReason,
     Request,
-    Tier,
     WorkerId,
 )
+from conductor.core.worker_table import FloatArray
 
-EXPECTATION_GRACE_S = 30.0
+FREEING = frozenset((PrefillFinished, HandoverFinished, RequestFailed, RequestCancelled, WorkerJoined, WorkerLost))
+"""Events after which a prefill worker may be free that was not before."""
 
 OUTCOMES = {
     FinishReason.STOP: Outcome.FINISHED,
@@ -77,14 +79,19 @@ class Scheduler:
         self, config: SchedulerConfig | None = None, *, policy: Policy | None = None, index: PrefixIndex | None = None
     ) -> None:
         self.config = config or SchedulerConfig()
-        self._policy = policy or _named_policy(self.config.policy)
+        self._policy = policy or policy_named(self.config.policy)
         self._index = index or PrefixIndex()
         self._view = ClusterView(self._index)
         self._reports = BlockReports(self._index, self._view, self.config.snapshot_retry_s)
         self._calibration = Calibration(self.config.calibration)
         self._outputs = OutputLengths()
         self._requests = RequestTable()
+        self._continuations = Continuations(self.config)
         self._now = -math.inf
+        self._books = Bookings(self._view, self._index)
+        self._line = LateBinding(self.config.queue, self._view, self._policy, self._assess)
+        wanted = self.config.late_binding
+        self._late_binding = self.config.policy == "conductor" if wanted is None else wanted
         self._decisions = 0
         self._handlers: dict[type, Callable[[Any, float], list[Command]]] = {
             RequestArrived: self._handle_request_arrived,
@@ -101,11 +108,11 @@ class Scheduler:
             PrefillStarted: self._handle_prefill_started,
             PrefillFinished: self._handle_prefill_finished,
             HandoverFinished: self._handle_handover_finished,
-            FirstToken: self._handle_first_token,
+            FirstToken: self._note,
             RequestFinished: self._handle_request_finished,
             RequestFailed: self._handle_request_failed,
-            TransferFinished: self._handle_transfer_finished,
-            TransferFailed: self._handle_transfer_failed,
+            TransferFinished: self._note,
+            TransferFailed: self._note,
             Tick: self._handle_tick,
         }
 
@@ -113,16 +120,22 @@ class Scheduler:
         """Take in one event and answer with what is to be done. Never raises on the order of events."""
         if now > self._now:
             self._now = now
-        return self._handlers[type(event)](event, self._now)
+        commands = self._handlers[type(event)](event, self._now)
+        if type(event) in FREEING and len(self._line):
+            self._line.workers_changed(self._now)
+            commands = commands + self._dispatch(self._now)
+        return commands
 
     def next_deadline(self) -> float | None:
         """When `handle(Tick(), now)` is due at the latest; None when nothing waits for time to pass."""
-        deadline = min(self._reports.next_deadline(), self._resume_deadline())
+        deadline = min(self._reports.next_deadline(), self._continuations.next_deadline(), self._line.next_deadline())
         return None if deadline == math.inf else deadline
 
     def check(self) -> None:
         """Raise `InvariantError` if the state contradicts itself. O(state)."""
         self._requests.check()
+        self._line.check()
+        self._continuations.check()
         self._view.check()
         self._reports.check()
         self._index.check()
@@ -135,14 +148,24 @@ class Scheduler:
             return []
         state = RequestState(request, arrived_s=now, phase_since_s=now)
         self._requests.add(state)
-        return self._decide(state, now)
+        return self._enqueue(state, now) if self._late_binding else self._decide(state, now)
 
     def _handle_request_resumed(self, event: RequestResumed, now: float) -> list[Command]:
         state = self._requests.get(event.request.id)
         if state is None or state.phase is not Phase.INTERRUPTED or event.request.attempt != state.request.attempt + 1:
             return []
+        self._continuations.forget(event.request.id)
         state.request = event.request
-        self._enter(state, Phase.WAITING, now)
+        state.enter(Phase.WAITING, now)
+        return self._continue(state, now)
+
+    def _continue(self, state: RequestState, now: float) -> list[Command]:
+        """Place an interrupted request again, or keep it for a worker that comes back."""
+        situation = self._assess(state, now)
+        if situation is None or not (situation.prefill_eligible.any() and situation.decode_eligible.any()):
+            self._continuations.orphaned(state)
+            return []
+        self._continuations.forget(state.request.id)
         return self._decide(state, now)
 
     def _handle_request_cancelled(self, event: RequestCancelled, now: float) -> list[Command]:
@@ -150,37 +173,63 @@ class Scheduler:
         if state is None:
             return []
         workers = state.workers
-        self._release(state, now)
+        self._line.remove(event.request_id)
+        self._continuations.forget(event.request_id)
+        self._books.release(state, now)
         self._requests.end(event.request_id, Outcome.CANCELLED)
         return [Cancel(event.request_id, state.request.attempt, workers)] if workers else []
 
+    def _enqueue(self, state: RequestState, now: float) -> list[Command]:
+        situation = self._assess(state, now)
+        if situation is None:
+            return self._reject(state, self._nobody(state.request))
+        if self._line.full:
+            message = f"{len(self._line)} requests are waiting, as many as are allowed"
+            return self._reject(state, admission.refuse(state.request, RejectReason.QUEUE_FULL, message, 1.0))
+        self._line.add(state, least_work_s(situation), now)
+        return []
+
+    def _dispatch(self, now: float) -> list[Command]:
+        """Send out whoever's turn it is in the central line."""
+        commands: list[Command] = []
+        for turn in self._line.turns(now):
+            commands += self._settle(turn.state, turn.situation, turn.choice, now)
+        return commands
+
     def _decide(self, state: RequestState, now: float) -> list[Command]:
-        situation = self._situation(state, now)
+        situation = self._assess(state, now)
         choice = None if situation is None else self._policy(situation)
         if situation is None or choice is None:
             return self._reject(state, self._nobody(state.request))
+        return self._settle(state, situation, choice, now)
+
+    def _settle(self, state: RequestState, situation: Situation, choice: Choice, now: float) -> list[Command]:
         self._decisions += 1
         decision = admission.admit(situation, choice)
         if isinstance(decision, Rejection):
             return self._reject(state, decision)
-        self._book(state, decision, situation.need, now)
+        self._books.place(state, decision, situation.need, now)
         return [StartPrefill(decision)]
 
-    def _situation(self, state: RequestState, now: float) -> Situation | None:
+    def _assess(self, state: RequestState, now: float, booked_s: FloatArray | None = None) -> Situation | None:
+        """What a policy sees of a request, with `booked_s` more work on the prefill workers; None without any worker."""
         view, request = self._view, state.request
         if not view.prefill.ids or not view.decode.ids:
             return None
         match = self._index.match(request.block_hashes)
+        terms = prefill_terms(request, match, view, self.config.block_tokens, now)
+        if booked_s is not None:
+            terms.queue_s += booked_s
         return Situation(
             request=request,
-            terms=prefill_terms(request, match, view, self.config.block_tokens, now),
+            terms=terms,
             need=self._decode_need(request),
             view=view,
             config=self.config,
             now=now,
             sequence=self._decisions,
             waited_s=now - state.arrived_s,
-            waiting=0,
+            waiting=len(self._line),
             prefill_eligible=eligible(view.prefill, request, state.avoid, view.prefill.accepts),
             decode_eligible=eligible(view.decode, request, state.avoid, view.decode.accepts),
         )
@@ -198,25 +247,6 @@ class Scheduler:
         self._requests.end(state.request.id, Outcome.REJECTED)
         return [Reject(rejection)]
 
-    def _book(self, state: RequestState, placement: Placement, need: DecodeNeed, now: float) -> None:
-        request, view = state.request, self._view
-        state.placement, state.placed_s = placement, now
-        self._enter(state, Phase.PREFILL, now)
-        reuse = placement.reuse
-        job = PrefillJob(placement.ttft.prefill_s + placement.ttft.transfer_s, request.prompt_tokens - reuse.reused_tokens)
-        view.prefill.book(placement.prefill, request.id, job, now)
-        if reuse.source is not None:
-            state.pull = Flow(reuse.source.owner, placement.prefill)
-            view.open_flow(state.pull)
-        if placement.decode is not None:
-            self._reserve(state, placement.decode, need)
-        until_s = now + placement.ttft.high_s + EXPECTATION_GRACE_S
-        self._index.expect(Holder(placement.prefill, Tier.DEVICE), request.block_hashes, until_s)
-
-    def _reserve(self, state: RequestState, decode: WorkerId, need: DecodeNeed) -> None:
-        state.decode = decode
-        self._view.decode.reserve(decode, state.request.id, need.blocks, need.context_tokens)
-
     # progress of requests
 
     def _handle_prefill_started(self, event: PrefillStarted, now: float) -> list[Command]:
@@ -229,16 +259,14 @@ class Scheduler:
         state = self._requests.attempt(event.request_id, event.attempt)
         if state is None or state.phase is not Phase.PREFILL or not self._prefills_on(state, event.worker_id):
             return []
-        pool = self._view.prefill
-        pool.release(event.worker_id, event.request_id, now)
-        self._close_pull(state)
+        self._books.prefill_done(state, now)
         if not event.warmup:
+            pool = self._view.prefill
             base_s = pool.specs[event.worker_id].profile.prefill_s(state.request.prompt_tokens, event.reused_tokens)
             self._calibration.observe(event.worker_id, base_s, event.compute_s, pool, now)
-        self._enter(state, Phase.HANDOVER, now)
         if state.decode is None:
             return self._choose_decode(state, now)
-        self._begin_handover(state, now)
+        self._books.begin_handover(state, now)
         return []
 
     def _choose_decode(self, state: RequestState, now: float) -> list[Command]:
@@ -248,37 +276,17 @@ class Scheduler:
         choice = choose_decode(view.decode, need, eligible(view.decode, request, state.avoid, view.decode.accepts), now)
         if choice is None:
             return self._interrupt(state, now, None)
-        self._reserve(state, choice.worker, need)
-        self._begin_handover(state, now)
+        self._books.reserve(state, choice.worker, need)
+        self._books.begin_handover(state, now)
         return [StartDecode(request.id, request.attempt, choice.worker)]
-
-    def _begin_handover(self, state: RequestState, now: float) -> None:
-        placement, decode = state.placement, state.decode
-        assert placement is not None
-        assert decode is not None
-        if decode == placement.prefill:
-            self._begin_decode(state, now)
-            return
-        state.handover = Flow(placement.prefill, decode)
-        self._view.open_flow(state.handover)
-
-    def _begin_decode(self, state: RequestState, now: float) -> None:
-        self._enter(state, Phase.DECODE, now)
-        if state.decode is not None:
-            self._view.decode.activate(state.decode, state.request.id, math.inf)
 
     def _handle_handover_finished(self, event: HandoverFinished, now: float) -> list[Command]:
         state = self._requests.attempt(event.request_id, event.attempt)
         if state is None or state.phase is Phase.DECODE:
             return []
-        if state.phase is Phase.PREFILL and state.placement is not None:
-            self._view.prefill.release(state.placement.prefill, event.request_id, now)
-            self._close_pull(state)
-        self._close_handover(state)
-        self._begin_decode(state, now)
-        return []
-
-    def _handle_first_token(self, event: FirstToken, now: float) -> list[Command]:
+        if state.phase is Phase.PREFILL:
+            self._books.prefill_done(state, now)
+        self._books.begin_decode(state, now)
         return []
 
     def _handle_request_finished(self, event: RequestFinished, now: float) -> list[Command]:
@@ -287,7 +295,7 @@ class Scheduler:
             return []
         if event.reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._outputs.observe(state.request.traffic_class, event.output_tokens)
-        self._release(state, now)
+        self._books.release(state, now)
         self._requests.end(event.request_id, OUTCOMES[event.reason])
         return []
 
@@ -302,14 +310,15 @@ class Scheduler:
         request = state.request
         others = tuple(worker for worker in state.workers if worker != failed)
         commands: list[Command] = [Cancel(request.id, request.attempt, others)] if others else []
-        self._release(state, now)
+        self._books.release(state, now)
         if failed is not None:
             state.avoid |= {failed}
         if request.attempt >= self.config.max_attempts:
             self._requests.end(request.id, Outcome.FAILED)
             message = f"given up after {request.attempt} attempts"
             return [*commands, Reject(admission.refuse(request, RejectReason.RETRIES_EXHAUSTED, message, 1.0))]
-        self._enter(state, Phase.INTERRUPTED, now)
+        state.enter(Phase.INTERRUPTED, now)
+        self._continuations.interrupted(state)
         return [*commands, ResumeRequest(request.id, request.attempt)]
 
     # workers
@@ -325,6 +334,10 @@ class Scheduler:
         self._view.join(event.worker, event.epoch)
         if worker in self._view.prefill:
             self._calibration.joined(worker, self._view.prefill)
+        for state in self._requests:
+            state.avoid -= {worker}
+        for state in self._continuations.orphans():
+            commands += self._continue(state, now)
         return commands
 
     def _handle_worker_lost(self, event: WorkerLost, now: float) -> list[Command]:
@@ -358,59 +371,29 @@ class Scheduler:
             self._view.decode.report(event.worker_id, event.load)
         return []
 
-    def _handle_transfer_finished(self, event: TransferFinished, now: float) -> list[Command]:
-        return []
-
-    def _handle_transfer_failed(self, event: TransferFailed, now: float) -> list[Command]:
-        return []
-
     # time
 
     def _handle_tick(self, event: Tick, now: float) -> list[Command]:
         self._index.expire(now)
-        for state in [s for s in self._requests if s.phase is Phase.INTERRUPTED]:
-            if now >= state.phase_since_s + self.config.resume_timeout_s:
-                self._requests.end(state.request.id, Outcome.FAILED)
-        return self._reports.ask_again(now)
+        return self._reports.ask_again(now) + self._give_up(now) + self._dispatch(now)
 
-    def _resume_deadline(self) -> float:
-        waiting = [state.phase_since_s for state in self._requests if state.phase is Phase.INTERRUPTED]
-        return min(waiting) + self.config.resume_timeout_s if waiting else math.inf
+    def _give_up(self, now: float) -> list[Command]:
+        """End requests whose continuation, or a worker for it, did not come in time."""
+        commands: list[Command] = []
+        for state in self._continuations.unanswered(now):
+            message = f"no continuation came within {self.config.resume_timeout_s:g} s of a lost worker"
+            commands += self._abandon(state, admission.refuse(state.request, RejectReason.RETRIES_EXHAUSTED, message, 1.0))
+        for state in self._continuations.untaken(now):
+            commands += self._abandon(state, self._nobody(state.request))
+        return commands
 
-    # belief
+    def _abandon(self, state: RequestState, rejection: Rejection) -> list[Command]:
+        self._continuations.forget(state.request.id)
+        return self._reject(state, rejection)
 
-    def _enter(self, state: RequestState, phase: Phase, now: float) -> None:
-        state.phase, state.phase_since_s = phase, now
+    def _note(self, event: Event, now: float) -> list[Command]:
+        """Something that changes no belief."""
+        return []
 
     def _prefills_on(self, state: RequestState, worker: WorkerId) -> bool:
         return state.placement is not None and state.placement.prefill == worker
-
-    def _close_pull(self, state: RequestState) -> None:
-        if state.pull is not None:
-            self._view.close_flow(state.pull)
-            state.pull = None
-
-    def _close_handover(self, state: RequestState) -> None:
-        if state.handover is not None:
-            self._view.close_flow(state.handover)
-            state.handover = None
-
-    def _release(self, state: RequestState, now: float) -> None:
-        """Give back everything that the current attempt holds (I9)."""
-        placement = state.placement
-        if placement is None:
-            return
-        self._view.prefill.release(placement.prefill, state.request.id, now)
-        if state.decode is not None:
-            self._view.decode.release(state.decode, state.request.id)
-        self._close_pull(state)
-        self._close_handover(state)
-        if state.phase is Phase.PREFILL:
-            self._index.unexpect(Holder(placement.prefill, Tier.DEVICE), state.request.block_hashes)
-        state.placement, state.decode = None, None
-
-
-def _named_policy(name: str) -> Policy:
-    if name not in POLICIES:
-        raise ValueError(f"policy is {name!r}; it must be one of {', '.join(sorted(POLICIES))}")
-    return POLICIES[name]

@@ -69,7 +69,7 @@ def our_run(trace: Sequence[TraceRequest], policy: str, speed: float, *, pulls: 
     ttft = summary["ttft_s"]
     assert isinstance(ttft, dict)
     return {
-        "router": policy if pulls else f"{policy}, no pulls",
+        "router": policy if pulls or policy == "round_robin" else f"{policy}, no pulls",
         "speed": speed,
         "wall_s": wall_s,
         "completed": summary["completed"],

@@ -96,12 +96,14 @@ def free_port() -> int:
 
 
 def is_ready(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     try:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
         connection.request("GET", "/ready")
         return connection.getresponse().status == 200
     except OSError:
         return False
+    finally:
+        connection.close()
 
 
 @contextmanager

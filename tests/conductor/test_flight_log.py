@@ -20,7 +20,7 @@ from conductor.core.commands import Command, RequestSnapshot
 from conductor.core.cost_profile import CostProfile
 from conductor.core.events import Event, RequestArrived, RequestCancelled, Tick, WorkerJoined
 from conductor.core.types import Decision, Request, Role, Tier, WorkerSpec
-from conductor.flight_log import FlightLogError, FlightLogWriter, prune_runs, read, segment_path, verify
+from conductor.flight_log import FlightLogError, FlightLogWriter, RunDirectory, prune_runs, read, segment_path, verify
 
 HASHES = st.integers(min_value=0, max_value=2**128 - 1)
 
@@ -138,6 +138,17 @@ def test_old_runs_are_deleted_with_all_their_segments(tmp_path: Path) -> None:
     prune_runs(tmp_path, keep=1)
     assert {path.name.split(".")[0] for path in tmp_path.iterdir()} == {"20260103-1", "notes"}
     assert verify(tmp_path / "20260103-1.flight.jsonl", EchoConfig, EchoScheduler).records == 10
+
+
+def test_a_run_directory_names_runs_by_time_and_keeps_the_latest(tmp_path: Path) -> None:
+    """What is kept includes the run that begins."""
+    runs = RunDirectory(tmp_path, segment_bytes=10**6, max_segments=2, keep_runs=2)
+    for name in ("20200101T000000Z-1", "20200102T000000Z-1"):
+        record_run(tmp_path / f"{name}.flight.jsonl", [Tick()])
+    runs.open_run(EchoConfig()).close()
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names[0] == "20200102T000000Z-1.flight.jsonl"
+    assert len(names) == 2
 
 
 def test_an_existing_log_is_never_overwritten(tmp_path: Path) -> None:

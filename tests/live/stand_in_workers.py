@@ -33,6 +33,7 @@ class StandInConfig:
     role: Role
     step_s: float = 0.05
     fails_to_start: bool = False
+    model: str = ""
 
 
 class StandInWorker:
@@ -47,7 +48,9 @@ class StandInWorker:
         self._running: dict[str, asyncio.Task[None]] = {}
 
     async def describe(self) -> WorkerSpec:
-        return WorkerSpec(self._config.worker_id, self._config.role, "node", PROFILE, {Tier.DEVICE: 4096}, model="stand-in")
+        return WorkerSpec(
+            self._config.worker_id, self._config.role, "node", PROFILE, {Tier.DEVICE: 4096}, model=self._config.model
+        )
 
     async def attach(self, conductor: Any, epoch: int) -> None:
         self._conductor = conductor

@@ -93,10 +93,11 @@ def log_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def deployment(log_directory: Path) -> AsyncIterator[Deployment]:
     plans = [plan("prefill-0", Role.PREFILL), plan("prefill-1", Role.PREFILL), plan("decode-0", Role.DECODE)]
-    cluster = Cluster(config(log_directory), plans)
+    cluster = Cluster(config(log_directory))
     client: RayEngineClient | None = None
     try:
-        await cluster.start()
+        cluster.connect()
+        await cluster.start(plans)
         client = RayEngineClient(cluster.conductor, hash_prompt)
         await client.start()
         yield Deployment(cluster, client, log_directory)
@@ -206,7 +207,8 @@ async def test_the_flight_logs_of_all_this_verify(deployment: Deployment) -> Non
 
 async def test_a_worker_that_cannot_start_is_one_line(tmp_path: Path, deployment: Deployment) -> None:
     """The message is the worker's own, without the layers that carried it."""
-    broken = Cluster(deployment.cluster.config, [plan("prefill-9", Role.PREFILL, fails_to_start=True)])
-    broken._handles["prefill-9"] = broken._create_worker(broken._plans[0])
+    broken = Cluster(deployment.cluster.config)
+    broken_plan = plan("prefill-9", Role.PREFILL, fails_to_start=True)
+    broken._handles["prefill-9"] = broken._create_worker(broken_plan)
     with pytest.raises(ClusterError, match=r"^worker prefill-9 did not start: .*the weights file is damaged$"):
-        await broken._join(broken._plans[0])
+        await broken._join(broken_plan)

@@ -223,6 +223,19 @@ def test_a_build_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [".cached.lock"]
 
 
+def test_what_a_killed_build_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    (tmp_path / ".cached-abc").mkdir()
+    (tmp_path / ".cached-abc" / "half").write_bytes(b"half")
+    ensure_folder(tmp_path / "cached", "s", build_counter([]))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".cached.lock", "cached"]
+
+
+def test_a_cache_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ModelFileError, match=r"the cache directory .*file cannot be written: "):
+        ensure_folder(tmp_path / "file" / "cached", "s", build_counter([]))
+
+
 def test_many_askers_build_once(tmp_path: Path) -> None:
     calls: list[int] = []
     with ThreadPoolExecutor(8) as pool:

@@ -1,0 +1,143 @@
+"""Late binding: requests wait here, not on a worker, until a prefill worker is about to go idle.
+
+A request bound on arrival can only be right about the caches and queues of that moment. One that waits centrally is looked at
+again when it is its turn, may go to whoever is free first, and lets short work (a long hit makes work short) pass long work.
+Order is by predicted work plus `aging` times arrival time: static, and nobody is overtaken for ever; whoever has waited
+`max_wait_s` goes first whatever its length.
+
+A pass walks the head of the line in that order and asks the policy for each request, with the work of requests earlier in
+line already added to the workers they want. A request whose chosen worker is about to go idle is dispatched; one that would
+rather wait for a busy worker (which holds its prefix) books that worker for the rest of the pass and keeps its place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain, islice, takewhile
+
+import numpy as np
+from sortedcontainers import SortedKeyList
+
+from conductor.core.cluster_view import ClusterView
+from conductor.core.config import QueueConfig
+from conductor.core.placement import Choice, Policy, Situation
+from conductor.core.requests import RequestState
+from conductor.core.types import InvariantError, RequestId
+from conductor.core.worker_table import FloatArray
+
+MIN_WAIT_S = 1e-4  # between two passes: an idle time that rounding puts a hair after `now` must not stop the clock
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A request in line. `key` orders it; `number` counts arrivals."""
+
+    state: RequestState
+    key: float
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A request whose turn has come, as it was looked at."""
+
+    state: RequestState
+    situation: Situation
+    choice: Choice
+
+
+class LateBinding:
+    """The line. `assess(state, now, booked_s)` is what a policy sees of a request, with `booked_s` more work on the workers."""
+
+    def __init__(
+        self,
+        config: QueueConfig,
+        view: ClusterView,
+        policy: Policy,
+        assess: Callable[[RequestState, float, FloatArray], Situation | None],
+    ) -> None:
+        self._config = config
+        self._view = view
+        self._policy = policy
+        self._assess = assess
+        self._entries: dict[RequestId, Waiting] = {}
+        self._order: SortedKeyList[Waiting] = SortedKeyList(key=lambda entry: (entry.key, entry.number))
+        self._numbers = 0
+        self._due_s = math.inf
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def full(self) -> bool:
+        return self._config.max_requests is not None and len(self) >= self._config.max_requests
+
+    def add(self, state: RequestState, work_s: float, now: float) -> None:
+        """Join the line. `work_s` is the predicted work where the request's prefix is cached best."""
+        self._numbers += 1
+        config, priority = self._config, int(state.request.priority)
+        key = work_s + config.aging * state.arrived_s + config.priority_step_s * priority
+        entry = self._entries[state.request.id] = Waiting(state, key, self._numbers)
+        self._order.add(entry)
+        self._due_s = min(self._due_s, now + config.burst_window_s)
+
+    def remove(self, request_id: RequestId) -> None:
+        entry = self._entries.pop(request_id, None)
+        if entry is not None:
+            self._order.remove(entry)
+
+    def next_deadline(self) -> float:
+        return self._due_s if self._entries else math.inf
+
+    def workers_changed(self, now: float) -> None:
+        """A worker came, or became free: look at the line at once."""
+        self._due_s = min(self._due_s, now)
+
+    def turns(self, now: float) -> Iterator[Turn]:
+        """The requests to dispatch, in order. Each must be booked before the next is asked for."""
+        if now < self._due_s or not self._entries:
+            return
+        self._due_s = math.inf
+        booked_s = np.zeros(len(self._view.prefill))
+        for entry in list(islice(self._in_order(now), self._config.look_ahead)):
+            if not self._someone_is_free(now):
+                break
+            turn = self._look_at(entry.state, now, booked_s)
+            if turn is not None:
+                self.remove(entry.state.request.id)
+                yield turn
+        self._due_s = min(self._due_s, self._next_idle_s(now))
+
+    def _look_at(self, state: RequestState, now: float, booked_s: FloatArray) -> Turn | None:
+        situation = self._assess(state, now, booked_s)
+        choice = None if situation is None else self._policy(situation)
+        if situation is None or choice is None:
+            return None
+        table, row = choice.candidates, choice.row
+        if table.queue_s[row] > self._config.dispatch_ahead_s:
+            booked_s[row] += table.prefill_s[row] + table.transfer_s[row]
+            return None
+        return Turn(state, situation, choice)
+
+    def _in_order(self, now: float) -> Iterator[Waiting]:
+        """Whoever has waited too long first, by arrival; then by key."""
+        limit_s = now - self._config.max_wait_s
+        late = {entry.number: entry for entry in takewhile(lambda e: e.state.arrived_s <= limit_s, self._entries.values())}
+        return chain(late.values(), (entry for entry in self._order if entry.number not in late))
+
+    def _someone_is_free(self, now: float) -> bool:
+        pool = self._view.prefill
+        return bool(((pool.queue_s(now) <= self._config.dispatch_ahead_s) & pool.accepts).any())
+
+    def _next_idle_s(self, now: float) -> float:
+        """When the next busy worker is about to go idle."""
+        pool, ahead_s = self._view.prefill, self._config.dispatch_ahead_s
+        busy_s = pool.queue_s(now)
+        busy_s = busy_s[(busy_s > ahead_s) & pool.accepts]
+        return now + max(float(busy_s.min()) - ahead_s, MIN_WAIT_S) if len(busy_s) else math.inf
+
+    def check(self) -> None:
+        if len(self._entries) != len(self._order):
+            raise InvariantError(f"{len(self._entries)} requests wait, {len(self._order)} are in order")
