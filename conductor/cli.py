@@ -52,7 +52,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")
 
 def main() -> None:
     """Entry point. Mounts the trace commands unless a command of this module is named."""
-    own = {"serve", "config", "model", "explain", "verify", "profile", "doctor", "--version"}
+    own = {"serve", "config", "model", "explain", "verify", "doctor", "--version"}
     if not own & set(sys.argv[1:2]):
         from conductor.flight_log import recording
         from traces import commands, sim_commands

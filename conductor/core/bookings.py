@@ -70,7 +70,8 @@ class Bookings:
         placement = state.placement
         if placement is None:
             return
-        self._view.prefill.release(placement.prefill, state.request.id, now)
+        if placement.prefill in self._view.prefill:
+            self._view.prefill.release(placement.prefill, state.request.id, now)
         if state.decode is not None:
             self._view.decode.release(state.decode, state.request.id)
         self._close_pull(state)

@@ -49,9 +49,12 @@ class RequestState:
 
     @property
     def workers(self) -> tuple[WorkerId, ...]:
-        """The workers that have heard of the current attempt, each once."""
+        """The workers that the current attempt depends on, each once. Once it decodes, nothing of it is left where it was
+        prefilled."""
         if self.placement is None:
             return ()
+        if self.phase is Phase.DECODE and self.decode is not None:
+            return (self.decode,)
         prefill = self.placement.prefill
         return (prefill,) if self.decode is None or self.decode == prefill else (prefill, self.decode)
 

@@ -19,6 +19,7 @@ from conductor.core.calibration import Calibration
 from conductor.core.cluster_view import ClusterView
 from conductor.core.commands import Cancel, Command, Reject, ResumeRequest, StartDecode, StartPrefill
 from conductor.core.config import SchedulerConfig
+from conductor.core.continuations import Continuations
 from conductor.core.events import (
     BlocksRemoved,
     BlocksStored,
@@ -45,7 +46,7 @@ from conductor.core.events import (
 from conductor.core.late_binding import LateBinding
 from conductor.core.output_length import OutputLengths
 from conductor.core.placement import Choice, Policy, Situation, eligible
-from conductor.core.policies import POLICIES
+from conductor.core.policies import policy_named
 from conductor.core.policies.conductor import least_work_s
 from conductor.core.prefix_index import PrefixIndex
 from conductor.core.requests import Outcome, Phase, RequestState, RequestTable
@@ -78,13 +79,14 @@ class Scheduler:
         self, config: SchedulerConfig | None = None, *, policy: Policy | None = None, index: PrefixIndex | None = None
     ) -> None:
         self.config = config or SchedulerConfig()
-        self._policy = policy or _named_policy(self.config.policy)
+        self._policy = policy or policy_named(self.config.policy)
         self._index = index or PrefixIndex()
         self._view = ClusterView(self._index)
         self._reports = BlockReports(self._index, self._view, self.config.snapshot_retry_s)
         self._calibration = Calibration(self.config.calibration)
         self._outputs = OutputLengths()
         self._requests = RequestTable()
+        self._continuations = Continuations(self.config)
         self._now = -math.inf
         self._books = Bookings(self._view, self._index)
         self._line = LateBinding(self.config.queue, self._view, self._policy, self._assess)
@@ -106,11 +108,11 @@ class Scheduler:
             PrefillStarted: self._handle_prefill_started,
             PrefillFinished: self._handle_prefill_finished,
             HandoverFinished: self._handle_handover_finished,
-            FirstToken: self._handle_first_token,
+            FirstToken: self._note,
             RequestFinished: self._handle_request_finished,
             RequestFailed: self._handle_request_failed,
-            TransferFinished: self._handle_transfer_finished,
-            TransferFailed: self._handle_transfer_failed,
+            TransferFinished: self._note,
+            TransferFailed: self._note,
             Tick: self._handle_tick,
         }
 
@@ -126,13 +128,14 @@ class Scheduler:
 
     def next_deadline(self) -> float | None:
         """When `handle(Tick(), now)` is due at the latest; None when nothing waits for time to pass."""
-        deadline = min(self._reports.next_deadline(), self._resume_deadline(), self._line.next_deadline())
+        deadline = min(self._reports.next_deadline(), self._continuations.next_deadline(), self._line.next_deadline())
         return None if deadline == math.inf else deadline
 
     def check(self) -> None:
         """Raise `InvariantError` if the state contradicts itself. O(state)."""
         self._requests.check()
         self._line.check()
+        self._continuations.check()
         self._view.check()
         self._reports.check()
         self._index.check()
@@ -151,8 +154,18 @@ class Scheduler:
         state = self._requests.get(event.request.id)
         if state is None or state.phase is not Phase.INTERRUPTED or event.request.attempt != state.request.attempt + 1:
             return []
+        self._continuations.forget(event.request.id)
         state.request = event.request
         state.enter(Phase.WAITING, now)
+        return self._continue(state, now)
+
+    def _continue(self, state: RequestState, now: float) -> list[Command]:
+        """Place an interrupted request again, or keep it for a worker that comes back."""
+        situation = self._assess(state, now)
+        if situation is None or not (situation.prefill_eligible.any() and situation.decode_eligible.any()):
+            self._continuations.orphaned(state)
+            return []
+        self._continuations.forget(state.request.id)
         return self._decide(state, now)
 
     def _handle_request_cancelled(self, event: RequestCancelled, now: float) -> list[Command]:
@@ -161,6 +174,7 @@ class Scheduler:
             return []
         workers = state.workers
         self._line.remove(event.request_id)
+        self._continuations.forget(event.request_id)
         self._books.release(state, now)
         self._requests.end(event.request_id, Outcome.CANCELLED)
         return [Cancel(event.request_id, state.request.attempt, workers)] if workers else []
@@ -275,9 +289,6 @@ class Scheduler:
         self._books.begin_decode(state, now)
         return []
 
-    def _handle_first_token(self, event: FirstToken, now: float) -> list[Command]:
-        return []
-
     def _handle_request_finished(self, event: RequestFinished, now: float) -> list[Command]:
         state = self._requests.attempt(event.request_id, event.attempt)
         if state is None:
@@ -307,6 +318,7 @@ class Scheduler:
             message = f"given up after {request.attempt} attempts"
             return [*commands, Reject(admission.refuse(request, RejectReason.RETRIES_EXHAUSTED, message, 1.0))]
         state.enter(Phase.INTERRUPTED, now)
+        self._continuations.interrupted(state)
         return [*commands, ResumeRequest(request.id, request.attempt)]
 
     # workers
@@ -322,6 +334,10 @@ class Scheduler:
         self._view.join(event.worker, event.epoch)
         if worker in self._view.prefill:
             self._calibration.joined(worker, self._view.prefill)
+        for state in self._requests:
+            state.avoid -= {worker}
+        for state in self._continuations.orphans():
+            commands += self._continue(state, now)
         return commands
 
     def _handle_worker_lost(self, event: WorkerLost, now: float) -> list[Command]:
@@ -355,30 +371,29 @@ class Scheduler:
             self._view.decode.report(event.worker_id, event.load)
         return []
 
-    def _handle_transfer_finished(self, event: TransferFinished, now: float) -> list[Command]:
-        return []
-
-    def _handle_transfer_failed(self, event: TransferFailed, now: float) -> list[Command]:
-        return []
-
     # time
 
     def _handle_tick(self, event: Tick, now: float) -> list[Command]:
         self._index.expire(now)
-        for state in [s for s in self._requests if s.phase is Phase.INTERRUPTED]:
-            if now >= state.phase_since_s + self.config.resume_timeout_s:
-                self._requests.end(state.request.id, Outcome.FAILED)
-        return self._reports.ask_again(now) + self._dispatch(now)
+        return self._reports.ask_again(now) + self._give_up(now) + self._dispatch(now)
 
-    def _resume_deadline(self) -> float:
-        waiting = [state.phase_since_s for state in self._requests if state.phase is Phase.INTERRUPTED]
-        return min(waiting) + self.config.resume_timeout_s if waiting else math.inf
+    def _give_up(self, now: float) -> list[Command]:
+        """End requests whose continuation, or a worker for it, did not come in time."""
+        commands: list[Command] = []
+        for state in self._continuations.unanswered(now):
+            message = f"no continuation came within {self.config.resume_timeout_s:g} s of a lost worker"
+            commands += self._abandon(state, admission.refuse(state.request, RejectReason.RETRIES_EXHAUSTED, message, 1.0))
+        for state in self._continuations.untaken(now):
+            commands += self._abandon(state, self._nobody(state.request))
+        return commands
+
+    def _abandon(self, state: RequestState, rejection: Rejection) -> list[Command]:
+        self._continuations.forget(state.request.id)
+        return self._reject(state, rejection)
+
+    def _note(self, event: Event, now: float) -> list[Command]:
+        """Something that changes no belief."""
+        return []
 
     def _prefills_on(self, state: RequestState, worker: WorkerId) -> bool:
         return state.placement is not None and state.placement.prefill == worker
-
-
-def _named_policy(name: str) -> Policy:
-    if name not in POLICIES:
-        raise ValueError(f"policy is {name!r}; it must be one of {', '.join(sorted(POLICIES))}")
-    return POLICIES[name]

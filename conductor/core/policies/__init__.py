@@ -20,3 +20,9 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
         "kvcache_centric": place_kvcache_centric,
     }
 )
+
+
+def policy_named(name: str) -> Policy:
+    if name not in POLICIES:
+        raise ValueError(f"policy is {name!r}; it must be one of {', '.join(sorted(POLICIES))}")
+    return POLICIES[name]
