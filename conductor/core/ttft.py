@@ -26,7 +26,7 @@ from conductor.core.cluster_view import ClusterView
 from conductor.core.prefill_pool import PrefillPool
 from conductor.core.prefix_index import PrefixMatch
 from conductor.core.types import Candidate, Holder, Request, ReusePlan, TTFTEstimate, WorkerId
-from conductor.core.worker_table import BoolArray, FloatArray
+from conductor.core.worker_table import BoolArray, FloatArray, IntArray
 
 
 @dataclass(slots=True)
@@ -45,6 +45,14 @@ class PrefillTerms:
     best_tokens: float
     best: Holder | None
     best_bytes_per_s: float
+    match: PrefixMatch
+    block_tokens: int
+
+    def tier_tokens(self, slots: IntArray) -> FloatArray:
+        """Reusable leading tokens of the prompt in a lower tier, whose index slot `slots` names for each worker."""
+        blocks = np.minimum(self.match.depths[slots], (self.prompt_tokens - 1) // self.block_tokens)
+        tokens: FloatArray = blocks * float(self.block_tokens)
+        return tokens
 
     def prefill_s(self, reused_tokens: FloatArray) -> FloatArray:
         """Predicted time to compute the rest of the prompt."""
@@ -115,6 +123,8 @@ def prefill_terms(request: Request, match: PrefixMatch, view: ClusterView, block
         best_tokens=float(best_blocks * block_tokens) if best is not None else 0.0,
         best=best,
         best_bytes_per_s=bandwidth,
+        match=match,
+        block_tokens=block_tokens,
     )
 
 
