@@ -197,8 +197,8 @@ class Candidates:
         total_s = (send_s + prefill_s) / groups + (1.0 - 1.0 / groups) * max(send_s, prefill_s)
         return total_s - prefill_s + self.first_step_s
 
-    def rows(self) -> tuple[Candidate, ...]:
+    def rows(self, waited_s: float = 0.0) -> tuple[Candidate, ...]:
         return tuple(
-            Candidate(worker, self.reuse(row), self.estimate(row), float(self.score[row]))
+            Candidate(worker, self.reuse(row), self.estimate(row, waited_s), float(self.score[row]))
             for row, worker in enumerate(self.ids)
         )
