@@ -44,6 +44,7 @@ def fit_cost_profile(cluster: ClusterProfile) -> CostProfile:
         transfer_bytes_per_s=cluster.network.nic_bytes_per_s,
         tier_bytes_per_s=_tier_speeds(cluster),
         chunk_tokens=cluster.step_tokens,
+        packs_prompts=True,
         first_token_after_handover=cluster.first_token is FirstTokenFrom.DECODE,
         handover_overlaps_prefill=cluster.handover is Handover.STREAMED,
         layer_groups=cluster.layer_groups,

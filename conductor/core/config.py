@@ -33,6 +33,7 @@ class QueueConfig:
     priority_step_s: float = 1.0
     max_requests: int | None = None
     look_ahead: int = 64
+    pack_backlog: float = 1.0  # requests waiting per worker beyond which short prompts share an engine step
     orphan_wait_s: float = 30.0  # how long an interrupted request may wait for any worker to come back
 
 
