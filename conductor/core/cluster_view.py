@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from conductor.core.decode_pool import DecodePool
 from conductor.core.prefill_pool import PrefillPool
 from conductor.core.prefix_index import PrefixIndex
+from conductor.core.trust import Trust
 from conductor.core.types import Holder, InvariantError, Role, Tier, WorkerId, WorkerSpec
 
 SHARED_STORE = "shared"
@@ -100,6 +102,25 @@ class ClusterView:
         """Line rate of the link on which an owner of blocks sends; an owner without one of its own is not the bottleneck."""
         spec = self.specs.get(owner)
         return math.inf if spec is None or spec.nic_bytes_per_s is None else spec.nic_bytes_per_s
+
+    def describe(self, now: float, trust: Trust) -> dict[WorkerId, dict[str, Any]]:
+        """What is believed of each worker, as JSON values."""
+        described: dict[WorkerId, dict[str, Any]] = {}
+        for worker in sorted(self.specs):
+            values = described[worker] = {}
+            if worker in self.prefill:
+                pool, row = self.prefill, self.prefill.row[worker]
+                values |= {"trust": trust.level(worker).value, "kept_claims": trust.share(worker)}
+                values |= {"prefill_queue_s": pool.worker_queue_s(worker, now), "prefill_jobs": int(pool.jobs[row])}
+                values |= {"prefill_correction": float(pool.correction[row])}
+                values |= {"prefill_calibrated": bool(pool.calibrated_until_s[row] >= now)}
+            if worker in self.decode:
+                decode, row = self.decode, self.decode.row[worker]
+                values |= {"decode_requests": int(decode.active_batch[row] + decode.incoming_batch[row])}
+                values |= {"decode_reserved_blocks": int(decode.reserved_blocks[row])}
+                values |= {"decode_correction": float(decode.correction[row])}
+                values |= {"decode_calibrated": bool(decode.calibrated_until_s[row] >= now)}
+        return described
 
     def check(self) -> None:
         self.prefill.check()

@@ -48,6 +48,11 @@ class PrefillTerms:
     match: PrefixMatch
     block_tokens: int
 
+    def claimed_tokens(self, row: int) -> int:
+        """Reusable leading tokens that the worker itself has reported to hold."""
+        blocks = min(int(self.match.confirmed[self.pool.slot[row]]), (self.prompt_tokens - 1) // self.block_tokens)
+        return blocks * self.block_tokens
+
     def tier_tokens(self, slots: IntArray) -> FloatArray:
         """Reusable leading tokens of the prompt in a lower tier, whose index slot `slots` names for each worker."""
         blocks = np.minimum(self.match.depths[slots], (self.prompt_tokens - 1) // self.block_tokens)
@@ -165,6 +170,7 @@ class Candidates:
     handover_s: FloatArray | None = None
     handover_groups: FloatArray | None = None
     first_step_s: float = 0.0
+    trust: FloatArray | None = None  # how far each worker's claims were believed; None where all are
 
     def reuse(self, row: int) -> ReusePlan:
         fetched = int(self.fetched_tokens[row])

@@ -60,6 +60,7 @@ def cheapest_reuse(terms: PrefillTerms, allow_pull: bool) -> Candidates:
         high_factor=pool.high_factor,
         handover_s=terms.handover_s(),
         handover_groups=pool.handover_groups,
+        trust=pool.trust.copy() if pool.distrusted else None,
     )
     if allow_pull and terms.best is not None and bool((local < terms.best_tokens).any()):
         missing = np.maximum(terms.best_tokens - local, 0.0)
