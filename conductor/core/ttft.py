@@ -94,7 +94,9 @@ class PrefillTerms:
 
     def restore_s(self, tokens: FloatArray, tier_bytes_per_s: FloatArray) -> FloatArray:
         """Time to bring `tokens` up from a lower tier of the worker's own node, or from the shared store."""
-        seconds: FloatArray = tokens * self.pool.kv_bytes_per_token / tier_bytes_per_s + self.pool.latency_s
+        pool = self.pool
+        seconds: FloatArray = tokens * pool.kv_bytes_per_token * (pool.flows_in + 1.0) / tier_bytes_per_s
+        seconds += pool.latency_s
         seconds[tokens <= 0.0] = 0.0
         return seconds
 
@@ -141,7 +143,7 @@ def _best_holder(match: PrefixMatch, blocks: int, view: ClusterView) -> tuple[Ho
         holder = view.holder_of_slot.get(int(slot))
         if holder is None:
             continue
-        bandwidth = view.nic_bytes_per_s(holder.owner) / (view.flows_out(holder.owner) + 1)
+        bandwidth = view.source_bytes_per_s(holder) / (view.flows_out(holder.owner) + 1)
         if best is None or bandwidth > most:
             best, most = holder, bandwidth
     return best, most
@@ -149,8 +151,9 @@ def _best_holder(match: PrefixMatch, blocks: int, view: ClusterView) -> tuple[Ho
 
 @dataclass(slots=True)
 class Candidates:
-    """Every prefill worker as one decision saw it, in columns. `fetched_tokens` come from `source`.
+    """Every prefill worker as one decision saw it, in columns.
 
+    `fetched_tokens` come from the one of `sources` that `source_code` names.
     `handover_s` is the hand-over by itself, which overlaps the prefill in `handover_groups` steps; None where the first token
     does not wait for it. `first_step_s` is the decode step that follows.
     """
