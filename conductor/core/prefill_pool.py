@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from conductor.core.types import InvariantError, RequestId, Role, Tier, WorkerId, WorkerLoad, WorkerSpec
+from conductor.core.types import Holder, InvariantError, RequestId, Role, Tier, WorkerId, WorkerLoad, WorkerSpec
 from conductor.core.worker_table import BoolArray, FloatArray, IntArray, WorkerTable
 
 UNCHUNKED_TOKENS = 2.0**40
@@ -109,6 +109,7 @@ class PrefillPool(WorkerTable):
         super().__init__()
         self._work: dict[WorkerId, dict[RequestId, PrefillJob]] = {}
         self.distrusted = False  # whether any worker's claims are discounted
+        self.lower_holders: tuple[Holder, ...] = ()  # host, disk and shared store of each row; empty where nobody has any
         self.awaits_handover = False  # whether the first token of any worker's prompts leaves its decode worker
 
     def join(self, spec: WorkerSpec, slots: Mapping[str, int]) -> None:
@@ -127,9 +128,9 @@ class PrefillPool(WorkerTable):
             "trust": 1.0,
             "nic_bytes_per_s": math.inf if spec.nic_bytes_per_s is None else spec.nic_bytes_per_s,
             "link_bytes_per_s": profile.transfer_bytes_per_s,
-            "host_bytes_per_s": _tier_bytes_per_s(spec, Tier.HOST),
-            "disk_bytes_per_s": _tier_bytes_per_s(spec, Tier.DISK),
-            "shared_bytes_per_s": _tier_bytes_per_s(spec, Tier.SHARED),
+            "host_bytes_per_s": tier_bytes_per_s(spec, Tier.HOST),
+            "disk_bytes_per_s": tier_bytes_per_s(spec, Tier.DISK),
+            "shared_bytes_per_s": tier_bytes_per_s(spec, Tier.SHARED),
             "latency_s": profile.transfer_latency_s,
             "kv_bytes_per_token": profile.kv_bytes_per_token,
             "layer_groups": profile.layer_groups,
@@ -234,7 +235,7 @@ def _handover(spec: WorkerSpec) -> dict[str, float]:
     }
 
 
-def _tier_bytes_per_s(spec: WorkerSpec, tier: Tier) -> float:
+def tier_bytes_per_s(spec: WorkerSpec, tier: Tier) -> float:
     """The profile's bandwidth of a tier, which it lists in order of `Tier`; a tier that it leaves out costs no time."""
     listed = spec.profile.tier_bytes_per_s
-    return listed[tier] if tier < len(listed) else math.inf
+    return listed[tier] if tier < len(listed) and listed[tier] > 0.0 else math.inf
