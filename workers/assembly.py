@@ -28,7 +28,7 @@ from workers.sequence import KVSequence, Prompt
 
 @dataclass(frozen=True, slots=True)
 class WorkerParts:
-    """`root_of(tenant)` is the hash that the first block of a tenant's prompt chains to."""
+    """`root_of(domain)` is the hash that the first block of a prompt of a cache domain chains to."""
 
     engine: Engine
     transport: KVTransport
@@ -51,7 +51,7 @@ def build_parts(config: WorkerConfig) -> WorkerParts:
         transport=make_transport(config.transport, engine.cache.kv, config.link),
         profile=config.profile or unmeasured_profile(config, loaded.model.layout),
         model_name=loaded.card.name,
-        root_of=lambda tenant: KVNamespace(namespace, config.block_tokens, salt=tenant).seed,
+        root_of=lambda domain: KVNamespace(namespace, config.block_tokens, salt=domain).seed,
     )
 
 
