@@ -21,7 +21,8 @@ from conductor.config import Config
 from conductor.core.hashing import KVNamespace, hash_blocks
 from conductor.core.types import BlockHash
 from conductor.engine_client import HashPrompt
-from conductor.gateway import ServedModel, create_app
+from conductor.gateway import GatewaySettings, ServedModel, create_app
+from conductor.gateway.keys import KeysError, load_keys
 from conductor.gateway.server import BindError, Server, bind, make_server
 from conductor.ray_engine_client import RayEngineClient
 from models.errors import ModelError
@@ -63,14 +64,14 @@ def prepare_model(config: Config) -> Prepared:
 
 
 def prompt_hasher(model: tuple[str, ...], block_tokens: int) -> HashPrompt:
-    """How prompts of a model become block hashes; tenants share no prefixes."""
+    """How prompts of a model become block hashes; cache domains share no prefixes."""
 
     @lru_cache(maxsize=4096)
-    def seed(tenant: str) -> BlockHash:
-        return KVNamespace(model, block_tokens, salt=tenant).seed
+    def seed(domain: str) -> BlockHash:
+        return KVNamespace(model, block_tokens, salt=domain).seed
 
-    def hash_prompt(tokens: bytes, tenant: str) -> tuple[BlockHash, ...]:
-        return hash_blocks(seed(tenant), tokens, block_tokens)
+    def hash_prompt(tokens: bytes, domain: str) -> tuple[BlockHash, ...]:
+        return hash_blocks(seed(domain), tokens, block_tokens)
 
     return hash_prompt
 
@@ -105,9 +106,19 @@ def check_memory(config: Config, prepared: Prepared) -> None:
         )
 
 
+def check_gateway(settings: GatewaySettings) -> None:
+    """Raises `ServeError` when a file that the gateway is told to use cannot be used."""
+    try:
+        if settings.keys_file is not None:
+            load_keys(settings.keys_file)
+    except KeysError as error:
+        raise ServeError(str(error)) from None
+
+
 def serve(config: Config, progress: Progress) -> None:
     """Serve until a signal. Raises `BindError`, `ModelError`, `ServeError`, `ClusterError`; `asyncio.CancelledError` when a
     signal gave up the start."""
+    check_gateway(config.gateway)
     listener = bind(config.gateway.host, config.gateway.port)
     with listener:
         progress(f"finding the model {config.model.name}")

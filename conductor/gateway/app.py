@@ -36,7 +36,7 @@ class GatewayApp(FastAPI):
         for path, endpoint in endpoints.items():
             self.router.routes.append(Route(path, endpoint, methods=["POST"]))
         self.state.service = service
-        self._edge = Edge(super().__call__, endpoints, service.metrics)
+        self._edge = Edge(super().__call__, endpoints, service.access, service.metrics)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._edge(scope, receive, send)

@@ -1,4 +1,5 @@
-"""The outermost layer: every answer is counted and carries a request id, whatever produced it.
+"""The outermost layer: every answer is counted and carries a request id, whatever produced it; who may not come in gets no
+further than this.
 
 Plain ASGI, since buffering middleware would hide disconnects and slow down every token.
 """
@@ -12,12 +13,14 @@ from collections.abc import Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from conductor.gateway.access import Access
 from conductor.gateway.errors import ApiError, invalid
 from conductor.gateway.responses import send_error
 from conductor.metrics import GatewayMetrics
 
 logger = logging.getLogger(__name__)
 REQUEST_ID = b"x-request-id"
+ACCOUNT = "conductor.account"  # where in the scope the others find whose request it is
 REQUEST_ID_PATTERN = re.compile(rb"[!-~]{1,256}")
 DECISIONS = "/v1/decisions/"
 MODELS = "/v1/models/"
@@ -46,9 +49,10 @@ def endpoint_label(path: str) -> str:
 class Edge:
     """ASGI application around another; `direct` are POST endpoints that need nothing of the other's routing."""
 
-    def __init__(self, app: ASGIApp, direct: Mapping[str, ASGIApp], metrics: GatewayMetrics) -> None:
+    def __init__(self, app: ASGIApp, direct: Mapping[str, ASGIApp], access: Access, metrics: GatewayMetrics) -> None:
         self._app = app
         self._direct = direct
+        self._access = access
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -69,11 +73,13 @@ class Edge:
                 message["headers"] = [*message.get("headers", ()), (REQUEST_ID, request_id)]
             await send(message)
 
-        if not well_formed:
-            await send_error(counting_send, bad_request_id(given or b""))
-            return
         try:
+            if not well_formed:
+                raise bad_request_id(given or b"")
+            scope[ACCOUNT] = self._access.account(scope["path"], scope["headers"])
             await self._target(scope)(scope, receive, counting_send)
+        except ApiError as problem:
+            await send_error(counting_send, problem)
         except Exception:
             logger.exception("%s %s failed", scope["method"], scope["path"])
             if not started:

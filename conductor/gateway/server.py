@@ -6,6 +6,7 @@ after `drain_timeout_s`, the server closes. A second signal ends it at once.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import socket
@@ -52,6 +53,14 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.service = service
         self._drain_until_s: float | None = None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        settings = self.service.settings
+        follower = asyncio.ensure_future(self.service.access.follow_file(settings.keys_check_s))
+        try:
+            await super().serve(sockets)
+        finally:
+            follower.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._drain_until_s is not None:

@@ -3,6 +3,8 @@ naming the field, the value and what is allowed."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -10,6 +12,8 @@ class GatewaySettings(BaseModel):
     """Limits and defaults of one gateway process.
 
     Objectives that a request does not name itself are `default_*_slo_s`; None means that there are none.
+    `max_in_flight` requests have their turn at the cluster; of every tenant `max_waiting` more may wait for one, up to
+    `max_wait_s`. Without a `keys_file` no key is asked for.
     Prompts of more than `inline_tokenize_chars` characters are tokenized off the event loop.
     """
 
@@ -21,6 +25,10 @@ class GatewaySettings(BaseModel):
     default_tbt_slo_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
     max_in_flight: int = Field(default=2048, ge=1)
+    max_waiting: int = Field(default=256, ge=0)
+    max_wait_s: float = Field(default=30.0, gt=0)
+    keys_file: Path | None = None
+    keys_check_s: float = Field(default=1.0, gt=0)
     max_choices: int = Field(default=16, ge=1, le=128)
     inline_tokenize_chars: int = Field(default=4096, ge=0)
     body_timeout_s: float = Field(default=30.0, gt=0)
