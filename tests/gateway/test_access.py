@@ -41,7 +41,7 @@ def ask(live: Live, key: str, prompt: Any = "hi", **fields: Any) -> httpx.Respon
 @pytest.fixture
 def keyed(start_gateway: StartGateway, tmp_path: Path) -> Live:
     file = write_keys(tmp_path / "keys.yaml", a=entry(A_KEY), b=entry(B_KEY), shut=entry(C_KEY, disabled=True))
-    return start_gateway(keys_file=file, keys_check_s=0.05)
+    return start_gateway(keys_file=file, files_check_s=0.05)
 
 
 def test_without_a_keys_file_nobody_needs_a_key(live: Live) -> None:
