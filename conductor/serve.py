@@ -8,6 +8,7 @@ answers last. SIGTERM or SIGINT during the start gives up; while serving, the fi
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 from collections.abc import Iterator
@@ -23,8 +24,10 @@ from conductor.core.types import BlockHash
 from conductor.engine_client import HashPrompt
 from conductor.gateway import GatewaySettings, ServedModel, create_app
 from conductor.gateway.keys import KeysError, load_keys
+from conductor.gateway.logs import configure_logging
 from conductor.gateway.server import BindError, Server, bind, bind_admin, make_server
 from conductor.gateway.tls import TlsError, certificates
+from conductor.gateway.tracing import Tracing, TracingError, check_environment, tracing_from
 from conductor.ray_engine_client import RayEngineClient
 from models.errors import ModelError
 from models.folder import ModelCard, find_model, model_card
@@ -132,13 +135,15 @@ def check_gateway(settings: GatewaySettings) -> None:
         if settings.keys_file is not None:
             load_keys(settings.keys_file)
         certificates(settings)
-    except (KeysError, TlsError) as error:
+        check_environment(os.environ)
+    except (KeysError, TlsError, TracingError) as error:
         raise ServeError(str(error)) from None
 
 
 def serve(config: Config, progress: Progress) -> None:
     """Serve until a signal. Raises `BindError`, `ModelError`, `ServeError`, `ClusterError`; `asyncio.CancelledError` when a
     signal gave up the start."""
+    configure_logging(config.gateway.log_format, config.gateway.log_level)
     check_gateway(config.gateway)
     with open_listeners(config.gateway) as listeners:
         progress(f"finding the model {config.model.name}")
@@ -187,7 +192,9 @@ async def _serve(config: Config, prepared: Prepared, listeners: Listeners, progr
         client = RayEngineClient(cluster.conductor, prepared.hash_prompt)
         stack.push_async_callback(client.close)
         await client.start()
-        app = create_app(client, prepared.served, config.gateway)
+        tracing = Tracing(tracing_from(os.environ))
+        stack.callback(tracing.close)
+        app = create_app(client, prepared.served, config.gateway, tracing)
         signals.server = make_server(app, admin=listeners.admin, own_signals=False)
         progress(_ready_lines(listeners.gateway, prepared.served.name, config.gateway))
         await signals.server.serve(sockets=[listeners.gateway])

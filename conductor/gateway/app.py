@@ -20,6 +20,7 @@ from conductor.gateway.served_model import ServedModel
 from conductor.gateway.service import Service
 from conductor.gateway.settings import GatewaySettings
 from conductor.gateway.tokens import tokens_router
+from conductor.gateway.tracing import Tracing
 
 
 class GatewayApp(FastAPI):
@@ -32,7 +33,7 @@ class GatewayApp(FastAPI):
         for path, endpoint in endpoints.items():
             self.router.routes.append(Route(path, endpoint, methods=["POST"]))
         self.state.service = service
-        self._edge = Edge(super().__call__, endpoints, service.access, service.metrics)
+        self._edge = Edge(super().__call__, endpoints, service)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._edge(scope, receive, send)
@@ -43,9 +44,11 @@ class GatewayApp(FastAPI):
         return self.openapi_schema
 
 
-def create_app(engine: EngineClient, served: ServedModel, settings: GatewaySettings | None = None) -> GatewayApp:
+def create_app(
+    engine: EngineClient, served: ServedModel, settings: GatewaySettings | None = None, tracing: Tracing | None = None
+) -> GatewayApp:
     """The ASGI application. `app.state.service` is its `Service`, for the server that drains it."""
-    service = Service(engine, served, settings or GatewaySettings())
+    service = Service(engine, served, settings or GatewaySettings(), tracing)
     app = GatewayApp(service)
     app.include_router(api_router(service))
     app.include_router(operations_router(service))

@@ -14,6 +14,7 @@ from conductor.gateway.errors import ApiError, retry_after, unavailable
 from conductor.gateway.plan import Planner
 from conductor.gateway.served_model import ServedModel
 from conductor.gateway.settings import GatewaySettings
+from conductor.gateway.tracing import Tracing
 from conductor.gateway.waiting_room import WaitingRoom
 from conductor.metrics import GatewayMetrics
 
@@ -23,7 +24,13 @@ logger = logging.getLogger(__name__)
 class Service:
     """Mutable in two things: the count of generations in flight (those that wait for their turn too), and `draining`."""
 
-    def __init__(self, engine: EngineClient, served: ServedModel, settings: GatewaySettings) -> None:
+    def __init__(
+        self,
+        engine: EngineClient,
+        served: ServedModel,
+        settings: GatewaySettings,
+        tracing: Tracing | None = None,
+    ) -> None:
         """Raises `KeysError` when the keys file cannot be used."""
         self.engine = engine
         self.served = served
@@ -32,6 +39,8 @@ class Service:
         self.planner = Planner(served, settings)
         self.access = Access(settings.keys_file)
         self.room = WaitingRoom(settings.max_in_flight, settings.max_wait_s)
+        self.metrics.waiting_for_turn = self.room.__len__
+        self.tracing = tracing or Tracing(None)
         self.draining = False
         self.in_flight = 0
 

@@ -9,6 +9,7 @@ from typing import Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from conductor.gateway.keys import KEY_HASH_PATTERN
+from conductor.gateway.logs import LogFormat, LogLevel
 
 
 class GatewaySettings(BaseModel):
@@ -31,6 +32,8 @@ class GatewaySettings(BaseModel):
     admin_host: str = "127.0.0.1"
     admin_port: int | None = Field(default=None, ge=0, le=65535)
     admin_key: Annotated[str, StringConstraints(pattern=KEY_HASH_PATTERN)] | None = None
+    log_format: LogFormat = "text"
+    log_level: LogLevel = Field(default="warning", description="info adds a line for each answer")
     default_ttft_slo_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     default_tbt_slo_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     max_connections: int = Field(default=8192, ge=1)

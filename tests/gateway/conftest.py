@@ -15,6 +15,7 @@ import pytest
 
 from conductor.gateway import GatewaySettings, ServedModel, create_app
 from conductor.gateway.server import Server, bind, bind_admin, make_server
+from conductor.gateway.tracing import Tracing
 from tests.doubles.byte_tokenizer import ByteTokenizer
 from tests.doubles.scripted_engine import ScriptedEngine
 
@@ -58,11 +59,11 @@ StartGateway = Callable[..., Live]
 
 
 @contextmanager
-def running_gateway(**settings: Any) -> Iterator[Live]:
+def running_gateway(tracing: Tracing | None = None, **settings: Any) -> Iterator[Live]:
     """A gateway in a thread of its own."""
     engine = ScriptedEngine()
     checked = GatewaySettings(port=0, **settings)
-    app = create_app(engine, served_model(), checked)
+    app = create_app(engine, served_model(), checked, tracing)
     listener, admin = bind("127.0.0.1", 0), bind_admin(checked)
     port, admin_port = listener.getsockname()[1], admin and admin.getsockname()[1]
     server = make_server(app, admin=admin)
