@@ -14,7 +14,7 @@ from conductor.gateway.answers import error_response, on_route_error
 from conductor.gateway.edge import Edge
 from conductor.gateway.errors import ApiError
 from conductor.gateway.generate import KINDS, GenerateEndpoint
-from conductor.gateway.openapi import add_generation
+from conductor.gateway.openapi import complete
 from conductor.gateway.operations import api_router, operations_router
 from conductor.gateway.served_model import ServedModel
 from conductor.gateway.service import Service
@@ -40,7 +40,7 @@ class GatewayApp(FastAPI):
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
-            self.openapi_schema = add_generation(super().openapi())
+            self.openapi_schema = complete(super().openapi())
         return self.openapi_schema
 
 
