@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from enum import IntEnum
@@ -42,6 +43,8 @@ config_app = typer.Typer(no_args_is_help=True, help="Look at the configuration."
 model_app = typer.Typer(no_args_is_help=True, help="Fetch models and look at them.")
 app.add_typer(config_app, name="config")
 app.add_typer(model_app, name="model")
+key_app = typer.Typer(no_args_is_help=True, help="API keys of the gateway.")
+app.add_typer(key_app, name="key")
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", "-c", metavar="FILE", help="YAML file; environment and flags override it.")
@@ -52,7 +55,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")
 
 def main() -> None:
     """Entry point. Mounts the trace commands unless a command of this module is named."""
-    own = {"serve", "config", "model", "explain", "verify", "doctor", "--version"}
+    own = {"serve", "config", "model", "key", "explain", "verify", "doctor", "--version"}
     if not own & set(sys.argv[1:2]):
         from conductor.flight_log import recording
         from traces import commands, sim_commands
@@ -157,6 +160,23 @@ def model_show(
     except ModelError as error:
         raise fail(str(error), ExitCode.BAD_INPUT) from None
     show_values(card, as_json)
+
+
+@key_app.command("new")
+def key_new(
+    tenant: Annotated[str, typer.Option(help="Who the key is for: a name in the keys file.")], as_json: AsJson = False
+) -> None:
+    """Make a key: shown once, with the line that the keys file needs of it."""
+    from conductor.gateway.keys import NAME_PATTERN, key_hash, new_key
+
+    if not re.match(NAME_PATTERN, tenant):
+        raise fail(f"tenant {tenant!r} is not allowed; allowed: 1 to 64 letters, digits, '_', '.' or '-'", ExitCode.BAD_INPUT)
+    key = new_key()
+    if as_json:
+        typer.echo(json.dumps({"tenant": tenant, "key": key, "hash": key_hash(key)}))
+        return
+    typer.echo(key)
+    typer.echo(f"The key is shown once. In the keys file, under tenants.{tenant}.keys:\n  - {key_hash(key)}", err=True)
 
 
 @config_app.command("show")
