@@ -59,6 +59,9 @@ class PrefillPool(WorkerTable):
         "latency_s": np.float64,
         "kv_bytes_per_token": np.float64,
         "layer_groups": np.float64,
+        "handover_s_per_token": np.float64,
+        "handover_latency_s": np.float64,
+        "handover_groups": np.float64,
         "flows_in": np.float64,
         "flows_out": np.float64,
         "capacity_blocks": np.float64,
@@ -92,6 +95,9 @@ class PrefillPool(WorkerTable):
     latency_s: FloatArray
     kv_bytes_per_token: FloatArray
     layer_groups: FloatArray
+    handover_s_per_token: FloatArray
+    handover_latency_s: FloatArray
+    handover_groups: FloatArray
     flows_in: FloatArray
     flows_out: FloatArray
     capacity_blocks: FloatArray
@@ -101,6 +107,7 @@ class PrefillPool(WorkerTable):
         super().__init__()
         self._work: dict[WorkerId, dict[RequestId, PrefillJob]] = {}
         self.distrusted = False  # whether any worker's claims are discounted
+        self.awaits_handover = False  # whether the first token of any worker's prompts leaves its decode worker
 
     def join(self, spec: WorkerSpec, slots: Mapping[str, int]) -> None:
         """Add a worker. `slots` gives the index slot of its device pool and of the lower tiers that it can restore from."""
@@ -126,8 +133,9 @@ class PrefillPool(WorkerTable):
             "capacity_blocks": spec.capacity_blocks.get(Tier.DEVICE, math.inf),
             "accepts": spec.role is not Role.DECODE,
         }
-        self._insert(spec, {**values, **slots})
+        self._insert(spec, {**values, **_handover(spec), **slots})
         self._work[spec.id] = {}
+        self.awaits_handover = bool(self.handover_groups.any())
 
     def leave(self, worker: WorkerId) -> None:
         self._delete(worker)
@@ -208,6 +216,19 @@ class PrefillPool(WorkerTable):
                 raise InvariantError(f"{worker}: {self.pending_s[row]} s pending for {len(work)} outstanding requests")
             if self.flows_in[row] < 0 or self.flows_out[row] < 0:
                 raise InvariantError(f"{worker}: negative number of transfers in flight")
+
+
+def _handover(spec: WorkerSpec) -> dict[str, float]:
+    """Cost of the hand-over to a first token that waits for it: none where the worker itself sends that token."""
+    profile = spec.profile
+    if not profile.first_token_after_handover or spec.role is Role.COUPLED:
+        return {}
+    nic_bytes_per_s = math.inf if spec.nic_bytes_per_s is None else spec.nic_bytes_per_s
+    return {
+        "handover_s_per_token": profile.kv_bytes_per_token / min(profile.transfer_bytes_per_s, nic_bytes_per_s),
+        "handover_latency_s": profile.transfer_latency_s,
+        "handover_groups": profile.layer_groups if profile.handover_overlaps_prefill else 1.0,
+    }
 
 
 def _tier_bytes_per_s(spec: WorkerSpec, tier: Tier) -> float:

@@ -34,6 +34,8 @@ def place_conductor(situation: Situation) -> Choice | None:
     score = table.queue_s + work_s
     score += (delay + weights.copy) * (work_s - least_s)
     score += weights.spread_s * pool.churn_share()
+    if table.handover_s is not None:
+        score += table.handover_s
     table.score = score
     return finish(situation, table, lowest(score, usable))
 
@@ -56,6 +58,8 @@ def cheapest_reuse(terms: PrefillTerms, allow_pull: bool) -> Candidates:
         calibrated=pool.calibrated_until_s >= terms.now,
         low_factor=pool.low_factor,
         high_factor=pool.high_factor,
+        handover_s=terms.handover_s(),
+        handover_groups=pool.handover_groups,
     )
     if allow_pull and terms.best is not None and bool((local < terms.best_tokens).any()):
         missing = np.maximum(terms.best_tokens - local, 0.0)
