@@ -192,6 +192,9 @@ def _described(record: Record) -> dict[str, Any]:
     if record.candidates is not None:
         chosen = record.candidates.ids[record.row] if record.row is not None else None
         described["candidates"] = [_candidate(row, chosen) for row in record.candidates.rows(waited_s)]
+        if record.candidates.trust is not None:
+            for row, trust in zip(described["candidates"], record.candidates.trust.tolist(), strict=True):
+                row["trust"] = trust
     described["actual"] = {name: _number(getattr(record.actual, name)) for name in Actual.__dataclass_fields__}
     return described
 

@@ -109,6 +109,7 @@ def candidates(
         high_factor=pool.high_factor,
         handover_s=terms.handover_s(),
         handover_groups=pool.handover_groups,
+        trust=pool.trust.copy() if pool.distrusted else None,
     )
 
 

@@ -52,6 +52,7 @@ from conductor.core.policies.conductor import least_work_s
 from conductor.core.prefix_index import PrefixIndex
 from conductor.core.requests import Outcome, Phase, RequestState, RequestTable
 from conductor.core.tbt import choose_decode
+from conductor.core.trust import Trust
 from conductor.core.types import (
     FinishReason,
     Rejection,
@@ -83,6 +84,7 @@ class Scheduler:
         self._view = ClusterView(self._index)
         self._reports = BlockReports(self._index, self._view, self.config.snapshot_retry_s)
         self._calibration = Calibration(self.config.calibration)
+        self._trust = Trust()
         self._requests = RequestTable()
         self._log = DecisionLog(self.config.decision_records, self.config.policy, self.config.admission)
         self._continuations = Continuations(self.config)
@@ -130,6 +132,10 @@ class Scheduler:
     def decision_record(self, request_id: RequestId) -> dict[str, Any] | None:
         """Why the request went where it did and what came of it, as JSON values; None when it is not known (any more)."""
         return self._log.explain(request_id)
+
+    def worker_belief(self) -> dict[WorkerId, dict[str, Any]]:
+        """What is believed of each worker, as JSON values."""
+        return self._view.describe(self._now, self._trust)
 
     def next_deadline(self) -> float | None:
         """When `handle(Tick(), now)` is due at the latest; None when nothing waits for time to pass."""
@@ -214,6 +220,7 @@ class Scheduler:
         if isinstance(decision, Rejection):
             return self._reject(state, decision, choice)
         self._log.decided(state.request, state.arrived_s, choice, decision, now)
+        state.claimed_tokens = situation.terms.claimed_tokens(choice.row)
         self._books.place(state, decision, situation.need, now)
         return [StartPrefill(decision)]
 
@@ -239,10 +246,16 @@ class Scheduler:
             pool = self._view.prefill
             base_s = pool.specs[event.worker_id].profile.prefill_s(state.request.prompt_tokens, event.reused_tokens)
             self._calibration.observe(event.worker_id, base_s, event.compute_s, pool, now)
+        commands = self._hold_to_claim(state, event, now)
         if state.decode is None:
-            return self._choose_decode(state, now)
+            return commands + self._choose_decode(state, now)
         self._books.begin_handover(state, now)
-        return []
+        return commands
+
+    def _hold_to_claim(self, state: RequestState, event: PrefillFinished, now: float) -> list[Command]:
+        worker = event.worker_id
+        wrong = self._trust.observe(worker, state.claimed_tokens, event.reused_tokens, self._view.prefill)
+        return self._reports.ask(worker, now) if wrong else []
 
     def _choose_decode(self, state: RequestState, now: float) -> list[Command]:
         """Late choice of the decode worker, once the prompt is computed (admission `on_prefill_done`)."""
@@ -330,6 +343,7 @@ class Scheduler:
         if worker in self._view.epochs:
             self._view.leave(worker)
             self._calibration.left(worker)
+            self._trust.forget(worker, self._view.prefill)
         return commands
 
     def _handle_worker_draining(self, event: WorkerDraining, now: float) -> list[Command]:

@@ -48,6 +48,11 @@ class PrefillTerms:
     match: PrefixMatch
     block_tokens: int
 
+    def claimed_tokens(self, row: int) -> int:
+        """Reusable leading tokens that the worker itself has reported to hold."""
+        blocks = min(int(self.match.confirmed[self.pool.slot[row]]), (self.prompt_tokens - 1) // self.block_tokens)
+        return blocks * self.block_tokens
+
     def tier_tokens(self, slots: IntArray) -> FloatArray:
         """Reusable leading tokens of the prompt in a lower tier, whose index slot `slots` names for each worker."""
         blocks = np.minimum(self.match.depths[slots], (self.prompt_tokens - 1) // self.block_tokens)
@@ -89,7 +94,9 @@ class PrefillTerms:
 
     def restore_s(self, tokens: FloatArray, tier_bytes_per_s: FloatArray) -> FloatArray:
         """Time to bring `tokens` up from a lower tier of the worker's own node, or from the shared store."""
-        seconds: FloatArray = tokens * self.pool.kv_bytes_per_token / tier_bytes_per_s + self.pool.latency_s
+        pool = self.pool
+        seconds: FloatArray = tokens * pool.kv_bytes_per_token * (pool.flows_in + 1.0) / tier_bytes_per_s
+        seconds += pool.latency_s
         seconds[tokens <= 0.0] = 0.0
         return seconds
 
@@ -139,7 +146,7 @@ def _best_holder(match: PrefixMatch, blocks: int, view: ClusterView) -> tuple[Ho
         holder = view.holder_of_slot.get(int(slot))
         if holder is None:
             continue
-        bandwidth = view.nic_bytes_per_s(holder.owner) / (view.flows_out(holder.owner) + 1)
+        bandwidth = view.source_bytes_per_s(holder) / (view.flows_out(holder.owner) + 1)
         if best is None or bandwidth > most:
             best, most = holder, bandwidth
     return best, most
@@ -147,8 +154,9 @@ def _best_holder(match: PrefixMatch, blocks: int, view: ClusterView) -> tuple[Ho
 
 @dataclass(slots=True)
 class Candidates:
-    """Every prefill worker as one decision saw it, in columns. `fetched_tokens` come from `source`.
+    """Every prefill worker as one decision saw it, in columns.
 
+    `fetched_tokens` come from the one of `sources` that `source_code` names.
     `handover_s` is the hand-over by itself, which overlaps the prefill in `handover_groups` steps; None where the first token
     does not wait for it. `first_step_s` is the decode step that follows.
     """
@@ -168,6 +176,7 @@ class Candidates:
     handover_s: FloatArray | None = None
     handover_groups: FloatArray | None = None
     first_step_s: float = 0.0
+    trust: FloatArray | None = None  # how far each worker's claims were believed; None where all are
 
     def reuse(self, row: int) -> ReusePlan:
         fetched = int(self.fetched_tokens[row])
