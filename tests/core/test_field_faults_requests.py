@@ -1,6 +1,6 @@
 """Faults of admission, cancellation, fail-over and memory that users of other schedulers reported, each shown not to be ours.
 
-The threads are listed beside these tests in `conductor/DESIGN.md`.
+Each docstring names the threads; `conductor/DESIGN.md` lists them all.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def decoding(placed: Placement) -> str:
 
 
 def test_a_refusal_says_why_and_what_would_have_been() -> None:
-    """Threads 38, 64 (dynamo #8189, #11562): reason, best candidate, prediction with interval, objective, shortfall, retry."""
+    """dynamo #8189, #11562: reason, best candidate, prediction with interval, objective, shortfall, retry."""
     driven = calibrated()
     (refused,) = rejections(driven.arrive(request("r1", tokens=6400)))
     assert refused.predicted_s is not None
@@ -84,7 +84,7 @@ def test_a_refusal_says_why_and_what_would_have_been() -> None:
 
 
 def test_retry_after_grows_with_the_shortfall() -> None:
-    """Thread 37 (dynamo #9755): retries of what was shed cascade, unless the answer says how long to stay away."""
+    """dynamo #9755: retries of what was shed cascade, unless the answer says how long to stay away."""
     waits = []
     for queued in (0, 10):
         driven = calibrated()
@@ -95,7 +95,7 @@ def test_retry_after_grows_with_the_shortfall() -> None:
 
 
 def test_work_already_paid_for_is_not_shed() -> None:
-    """Threads 37, 51 (dynamo #9755): the continuation of an interrupted request is placed, whatever is predicted for it."""
+    """dynamo #9755: the continuation of an interrupted request is placed, whatever is predicted for it."""
     driven = calibrated()
     placed = driven.place(request("r1", tokens=6400, slo=SLO(ttft_s=60.0)))
     driven(RequestFailed("r1", 1, placed.prefill, "out of memory"))
@@ -104,7 +104,7 @@ def test_work_already_paid_for_is_not_shed() -> None:
 
 
 def test_a_cold_start_teaches_nothing() -> None:
-    """Thread 43 (dynamo #12430): samples of a cold start poisoned the regression."""
+    """dynamo #12430: samples of a cold start poisoned the regression."""
     driven = drive(OURS)
     for number in range(1, 9):
         placed = driven.place(request(f"r{number}"))
@@ -114,7 +114,7 @@ def test_a_cold_start_teaches_nothing() -> None:
 
 
 def test_what_was_predicted_is_held_against_what_happened() -> None:
-    """Thread 40 (llm-d-router #2380): predictions were not kept beside the actual times, and no error was known."""
+    """llm-d-router #2380: predictions were not kept beside the actual times, and no error was known."""
     driven = drive(OURS)
     for number in range(1, 9):
         placed = driven.place(request(f"r{number}"))
@@ -129,7 +129,7 @@ def test_what_was_predicted_is_held_against_what_happened() -> None:
 
 @pytest.mark.parametrize("steps", range(4))
 def test_a_client_that_leaves_stops_the_work_and_frees_everything(steps: int) -> None:
-    """Threads 45, 46 (dynamo #13691, #13855): prefill went on after a disconnect, and its blocks leaked (I9)."""
+    """dynamo #13691, #13855: prefill went on after a disconnect, and its blocks leaked (I9)."""
     driven = drive(OURS)
     driven.store("p1", blocks(100, shared=100))
     placed = driven.place(request("r1", tokens=6500, shared=100))
@@ -147,7 +147,7 @@ def test_a_client_that_leaves_stops_the_work_and_frees_everything(steps: int) ->
 
 
 def test_a_client_that_leaves_the_line_is_never_sent_out() -> None:
-    """Thread 47 (production-stack #634): the cancellation of a queued request did not propagate."""
+    """production-stack #634: the cancellation of a queued request did not propagate."""
     driven = drive(SchedulerConfig(policy="conductor"))
     driven(*(RequestArrived(request(f"r{number}")) for number in range(1, 4)))
     answer = driven(RequestCancelled("r2")) + driven.settle(at=1.0)
@@ -156,7 +156,7 @@ def test_a_client_that_leaves_the_line_is_never_sent_out() -> None:
 
 
 def test_counters_return_to_zero_after_a_thousand_requests() -> None:
-    """Thread 47 (production-stack #687, #707): counters leaked with every request that did not end well."""
+    """production-stack #687, #707: counters leaked with every request that did not end well."""
     driven = drive(replace(OURS, max_attempts=1))
     for number in range(1000):
         placed = placements(driven.scheduler.handle(RequestArrived(request(f"r{number}")), driven.now))[0]
@@ -173,7 +173,7 @@ def test_counters_return_to_zero_after_a_thousand_requests() -> None:
 
 
 def test_a_failed_handover_does_not_leave_a_request_stuck() -> None:
-    """Thread 48 (vllm #35943): decode waited for ever for a transfer that had failed."""
+    """vllm #35943: decode waited for ever for a transfer that had failed."""
     driven = drive(OURS)
     placed = driven.place(request("r1"))
     driven.prefilled(placed, 0.07)
@@ -185,7 +185,7 @@ def test_a_failed_handover_does_not_leave_a_request_stuck() -> None:
 
 
 def test_a_dead_prefill_worker_does_not_touch_what_decodes() -> None:
-    """Thread 49 (sglang #12779): a dead prefill worker made the decode workers unhealthy."""
+    """sglang #12779: a dead prefill worker made the decode workers unhealthy."""
     driven = drive(OURS)
     placed = driven.place(request("r1"))
     driven.prefilled(placed, 0.07)
@@ -195,7 +195,7 @@ def test_a_dead_prefill_worker_does_not_touch_what_decodes() -> None:
 
 
 def test_a_request_of_a_dead_worker_goes_on_elsewhere_at_once() -> None:
-    """Threads 51, 53 (llm-d-router #2345, nvcf #1533): no fail-over; nine times as long a window as the detection needs."""
+    """llm-d-router #2345, nvcf #1533: no fail-over; nine times as long a window as the detection needs."""
     driven = drive(OURS)
     placed = driven.place(request("r1"))
     answer = driven(WorkerLost(placed.prefill, 1))
@@ -205,7 +205,7 @@ def test_a_request_of_a_dead_worker_goes_on_elsewhere_at_once() -> None:
 
 
 def test_absent_blocks_are_not_counted_as_reused_after_their_source_died() -> None:
-    """Thread 50 (aws-do-eks #84): decode used KV that was not there, and answered 200."""
+    """aws-do-eks #84: decode used KV that was not there, and answered 200."""
     driven = drive(OURS, cluster(2, 2))
     driven.store("p1", blocks(100, shared=100))
     driven(WorkerLost("p1", 1), WorkerJoined(worker("p1", Role.PREFILL), 2))
@@ -213,14 +213,14 @@ def test_absent_blocks_are_not_counted_as_reused_after_their_source_died() -> No
 
 
 def test_one_dead_backend_hangs_nobody() -> None:
-    """Thread 47 (production-stack #749): one dead worker, the only one, hung every request."""
+    """production-stack #749: one dead worker, the only one, hung every request."""
     driven = drive(OURS, cluster(1, 1))
     driven(WorkerLost("p0", 1))
     assert [one.reason for one in rejections(driven.arrive(request("r1")))] == [RejectReason.NO_PREFILL]
 
 
 def test_a_draining_worker_gets_nothing_new() -> None:
-    """Thread 51 (llm-d-router #2345): planned departures need no fail-over."""
+    """llm-d-router #2345: planned departures need no fail-over."""
     driven = drive(OURS)
     driven(WorkerDraining("p0"), WorkerDraining("d0"))
     placed = placements(driven.arrive(*(request(f"r{number}") for number in range(10))))
@@ -232,7 +232,7 @@ def test_a_draining_worker_gets_nothing_new() -> None:
 
 @pytest.mark.parametrize(("tokens", "reused"), [(640, 576), (641, 640), (639, 576), (64, 0), (1, 0)])
 def test_reuse_counts_whole_blocks_once_and_leaves_a_token_to_compute(tokens: int, reused: int) -> None:
-    """Thread 63 (vllm #43370, #47136): cached tokens were always the prompt less one, or counted twice."""
+    """vllm #43370, #47136: cached tokens were always the prompt less one, or counted twice."""
     driven = drive(OURS)
     driven.store("p0", blocks(10))
     assert driven.place(request("r1", tokens=tokens, own=-9)).reuse == replace(
@@ -241,7 +241,7 @@ def test_reuse_counts_whole_blocks_once_and_leaves_a_token_to_compute(tokens: in
 
 
 def test_the_index_gives_back_what_is_evicted() -> None:
-    """Thread 54 (dynamo #10774, #11678): the radix tree was never freed and grew by 20 GB an hour."""
+    """dynamo #10774, #11678: the radix tree was never freed and grew by 20 GB an hour."""
     index = PrefixIndex()
     driven = Drive(Scheduler(OURS, index=index))
     driven(*cluster(1, 1))
@@ -255,7 +255,7 @@ def test_the_index_gives_back_what_is_evicted() -> None:
 
 
 def test_requests_that_have_ended_leave_no_expectation_behind() -> None:
-    """Thread 54 (dynamo #10774): prefixes of cancelled requests stayed in the tree."""
+    """dynamo #10774: prefixes of cancelled requests stayed in the tree."""
     index = PrefixIndex()
     driven = Drive(Scheduler(OURS, index=index))
     driven(*cluster(2, 2))
@@ -267,7 +267,7 @@ def test_requests_that_have_ended_leave_no_expectation_behind() -> None:
 
 
 def test_a_coupled_engine_decodes_what_it_prefills() -> None:
-    """Thread 61 (llm-d-router #2315): prefill and decode picked apart from each other moved KV for nothing."""
+    """llm-d-router #2315: prefill and decode picked apart from each other moved KV for nothing."""
     joins = [WorkerJoined(worker("c0", Role.COUPLED), 1), *cluster(0, 1)]
     placed: Placement = drive(OURS, joins).place(request())
     assert (placed.prefill, placed.decode) == ("c0", "c0")

@@ -150,6 +150,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if source is not None:
             assert source.owner in self.joined or source.owner in {f"n-{name}" for name in self.joined}
             assert source.owner != placed.prefill
+            prefix = request.block_hashes[: placed.reuse.reused_tokens // BLOCK_TOKENS]
+            assert all(source in self.index.holders(block) for block in prefix), "I13: reported blocks alone are fetched"
         assert not request.model or SPECS[placed.prefill].model in ("", request.model)
         if SPECS[placed.prefill].role is Role.COUPLED and placed.decode is not None:
             assert placed.decode == placed.prefill, "a coupled engine keeps what it prefills"

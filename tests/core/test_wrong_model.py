@@ -1,7 +1,7 @@
 """A prefill model that is not calibrated, or ten times wrong, refuses nobody who could have been served (I12).
 
 The fault it guards against: a gate on predicted TTFT that was ten times wrong refused 8,270 requests and served 3,125, of
-which nearly all could have been served (d-inference #381; thread 41 in `conductor/DESIGN.md`).
+which nearly all could have been served (d-inference #381).
 """
 
 from __future__ import annotations
