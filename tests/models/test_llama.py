@@ -115,9 +115,7 @@ def test_a_batch_gives_each_sequence_what_it_gets_alone(tiny: LoadedModel) -> No
         if context:
             run(tiny.model, cache, prompt[:context], table)
     rest = [prompt[context:] for prompt, context in zip(prompts, contexts, strict=True)]
-    batch = ForwardBatch(
-        torch.tensor(list(itertools.chain(*rest))), [len(part) for part in rest], contexts, tables
-    )
+    batch = ForwardBatch(torch.tensor(list(itertools.chain(*rest))), [len(part) for part in rest], contexts, tables)
     torch.testing.assert_close(tiny.model.forward(batch, cache), torch.stack(alone), atol=1e-4, rtol=1e-4)
 
 
