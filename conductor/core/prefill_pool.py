@@ -40,6 +40,7 @@ class PrefillPool(WorkerTable):
         "per_token_s": np.float64,
         "per_token2_s": np.float64,
         "chunk_tokens": np.float64,
+        "packs_prompts": np.bool_,
         "running_end_s": np.float64,
         "pending_s": np.float64,
         "foreign_s": np.float64,
@@ -76,6 +77,7 @@ class PrefillPool(WorkerTable):
     per_token_s: FloatArray
     per_token2_s: FloatArray
     chunk_tokens: FloatArray
+    packs_prompts: BoolArray
     running_end_s: FloatArray
     pending_s: FloatArray
     foreign_s: FloatArray
@@ -118,6 +120,7 @@ class PrefillPool(WorkerTable):
             "per_token_s": profile.prefill_per_token_s,
             "per_token2_s": profile.prefill_per_token2_s,
             "chunk_tokens": UNCHUNKED_TOKENS if profile.chunk_tokens is None else profile.chunk_tokens,
+            "packs_prompts": profile.packs_prompts,
             "correction": 1.0,
             "calibrated_until_s": -math.inf,
             "low_factor": profile.residuals.p10,

@@ -119,6 +119,7 @@ class Scheduler:
         """Take in one event and answer with what is to be done. Never raises on the order of events."""
         if now > self._now:
             self._now = now
+        self._index.expire(self._now)
         commands = self._handlers[type(event)](event, self._now)
         if type(event) in FREEING and len(self._line):
             self._line.workers_changed(self._now)
@@ -375,7 +376,6 @@ class Scheduler:
     # time
 
     def _handle_tick(self, event: Tick, now: float) -> list[Command]:
-        self._index.expire(now)
         return self._reports.ask_again(now) + self._give_up(now) + self._dispatch(now)
 
     def _give_up(self, now: float) -> list[Command]:

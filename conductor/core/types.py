@@ -78,6 +78,12 @@ class Request:
     model: str = ""
     attempt: int = 1
     emitted_tokens: int = 0
+    sharing_group: str | None = None  # tenants of one group reuse each other's prefixes
+
+    @property
+    def cache_domain(self) -> str:
+        """The salt of the KV namespace: requests of one domain share prefixes. No tenant's name has a '+'."""
+        return self.tenant if self.sharing_group is None else f"+{self.sharing_group}"
 
 
 @dataclass(frozen=True, slots=True)
