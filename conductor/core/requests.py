@@ -51,6 +51,9 @@ class RequestState:
     def enter(self, phase: Phase, now: float) -> None:
         self.phase, self.phase_since_s = phase, now
 
+    def prefills_on(self, worker: WorkerId) -> bool:
+        return self.placement is not None and self.placement.prefill == worker
+
     @property
     def workers(self) -> tuple[WorkerId, ...]:
         """The workers that the current attempt depends on, each once. Once it decodes, nothing of it is left where it was

@@ -46,6 +46,7 @@ from conductor.core.events import (
 )
 from conductor.core.late_binding import LateBinding
 from conductor.core.learning import Learning
+from conductor.core.migration import Migration
 from conductor.core.placement import Choice, Policy, Situation
 from conductor.core.policies import policy_named
 from conductor.core.policies.conductor import least_work_s
@@ -87,6 +88,7 @@ class Scheduler:
         self._log = DecisionLog(self.config.decision_records, self.config.policy, self.config.admission)
         self._continuations = Continuations(self.config)
         self._now = -math.inf
+        self._migration = Migration(self.config.migration, self._view, self._index, self.config.block_tokens)
         self._books = Bookings(self._view, self._index)
         self._assessor = Assessor(self.config, self._index, self._view, self._learning.outputs, lambda: self._line.load)
         self._line = LateBinding(self.config.queue, self._view, self._policy, self._assessor.assess)
@@ -110,8 +112,8 @@ class Scheduler:
             FirstToken: self._handle_first_token,
             RequestFinished: self._handle_request_finished,
             RequestFailed: self._handle_request_failed,
-            TransferFinished: self._note,
-            TransferFailed: self._note,
+            TransferFinished: self._migration.finished,
+            TransferFailed: self._migration.failed,
             Tick: self._handle_tick,
         }
 
@@ -135,19 +137,21 @@ class Scheduler:
         """What is believed of each worker, as JSON values."""
         return self._view.describe(self._now, self._learning.trust)
 
+    def copies_in_flight(self) -> list[dict[str, Any]]:
+        """The background copies under way and why each was thought worth its cost, as JSON values."""
+        return self._migration.explain()
+
     def next_deadline(self) -> float | None:
         """When `handle(Tick(), now)` is due at the latest; None when nothing waits for time to pass."""
-        deadline = min(self._reports.next_deadline(), self._continuations.next_deadline(), self._line.next_deadline())
+        waiting = (self._reports, self._continuations, self._line, self._migration)
+        deadline = min(part.next_deadline() for part in waiting)
         return None if deadline == math.inf else deadline
 
     def check(self) -> None:
         """Raise `InvariantError` if the state contradicts itself. O(state)."""
-        self._requests.check()
-        self._line.check()
-        self._continuations.check()
-        self._view.check()
-        self._reports.check()
-        self._index.check()
+        parts = (self._requests, self._line, self._continuations, self._view, self._reports, self._index)
+        for part in (*parts, self._books.timeline, self._migration):
+            part.check()
 
     # requests
 
@@ -228,6 +232,7 @@ class Scheduler:
 
     def _settle(self, state: RequestState, situation: Situation, choice: Choice, now: float) -> list[Command]:
         self._assessor.decisions += 1
+        self._migration.observe(state.request.block_hashes, situation.terms.match, now)
         decision = admission.admit(situation, choice, self._books.timeline)
         if isinstance(decision, Rejection):
             return self._reject(state, decision, choice)
@@ -246,13 +251,13 @@ class Scheduler:
 
     def _handle_prefill_started(self, event: PrefillStarted, now: float) -> list[Command]:
         state = self._requests.attempt(event.request_id, event.attempt)
-        if state is not None and state.phase is Phase.PREFILL and self._prefills_on(state, event.worker_id):
+        if state is not None and state.phase is Phase.PREFILL and state.prefills_on(event.worker_id):
             self._view.prefill.started(event.worker_id, event.request_id, now)
         return []
 
     def _handle_prefill_finished(self, event: PrefillFinished, now: float) -> list[Command]:
         state = self._requests.attempt(event.request_id, event.attempt)
-        if state is None or state.phase is not Phase.PREFILL or not self._prefills_on(state, event.worker_id):
+        if state is None or state.phase is not Phase.PREFILL or not state.prefills_on(event.worker_id):
             return []
         self._books.prefill_done(state, now)
         wrong = self._learning.prefilled(state, event, now)
@@ -357,6 +362,7 @@ class Scheduler:
         if worker in self._view.epochs:
             self._view.leave(worker)
             self._learning.left(worker)
+            self._migration.worker_lost(worker)
         return commands
 
     def _handle_worker_draining(self, event: WorkerDraining, now: float) -> list[Command]:
@@ -376,7 +382,7 @@ class Scheduler:
     # time
 
     def _handle_tick(self, event: Tick, now: float) -> list[Command]:
-        return self._reports.ask_again(now) + self._give_up(now) + self._dispatch(now)
+        return self._reports.ask_again(now) + self._give_up(now) + self._dispatch(now) + self._migration.round(now)
 
     def _give_up(self, now: float) -> list[Command]:
         """End requests whose continuation, or a worker for it, did not come in time."""
@@ -391,10 +397,3 @@ class Scheduler:
     def _abandon(self, state: RequestState, rejection: Rejection) -> list[Command]:
         self._continuations.forget(state.request.id)
         return self._reject(state, rejection)
-
-    def _note(self, event: Event, now: float) -> list[Command]:
-        """Something that changes no belief."""
-        return []
-
-    def _prefills_on(self, state: RequestState, worker: WorkerId) -> bool:
-        return state.placement is not None and state.placement.prefill == worker
