@@ -123,7 +123,9 @@ class SimCluster:
 
     def lose(self, worker_id: WorkerId) -> None:
         """A node dies: its queues, its caches and every transfer from or to it are gone."""
-        worker = self.workers.pop(worker_id)
+        worker = self.workers.pop(worker_id, None)
+        if worker is None:
+            return
         if worker.prefill is not None:
             worker.prefill.kill()
         if worker.decode is not None:
