@@ -179,14 +179,17 @@ def compare(
 
 def experiment(
     name: Annotated[str, typer.Argument(help=f"One of {', '.join(EXPERIMENTS)}.", metavar="NAME")],
-    trace: TracePath,
+    trace: Annotated[
+        Path | None, typer.Argument(help="Trace file; else the experiment's workload is generated.", metavar="[TRACE]")
+    ] = None,
     limit: Limit = None,
     json_target: JsonTarget = None,
 ) -> None:
-    """Repeat an experiment of the Mooncake paper: its figures beside ours, and which of its claims hold."""
+    """Repeat an experiment of a paper: its figures beside ours, and which of its claims hold."""
     if name not in EXPERIMENTS:
         raise fail(f"experiment is {name!r}; allowed: {', '.join(EXPERIMENTS)}")
-    raise typer.Exit(run_experiment(EXPERIMENTS[name], opened(trace, None, strict=False, limit=limit), json_target))
+    source = None if trace is None else opened(trace, None, strict=False, limit=limit)
+    raise typer.Exit(run_experiment(EXPERIMENTS[name], source, limit, json_target))
 
 
 def listed(text: str, name: str, kind: Callable[[str], T]) -> list[T]:
