@@ -212,7 +212,7 @@ def worker_specs(options: SimulationOptions) -> list[WorkerSpec]:
             role=role,
             node=f"{role}-{number:03d}",
             profile=profile,
-            capacity_blocks={Tier.DEVICE: options.cluster.device_blocks},
+            capacity_blocks={Tier.DEVICE: options.cluster.pool_blocks(role)},
             nic_bytes_per_s=options.cluster.network.nic_bytes_per_s,
             max_batch=options.cluster.max_batch,
         )
