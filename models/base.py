@@ -7,12 +7,15 @@ every sequence's last new token.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from models.kv_layout import NumberFormat, StateKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,7 @@ class ForwardBatch:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The bytes of a token's KV: `elements_per_token` per layer times the width of `dtype`."""
+    """The bytes of a token's KV in a paged cache: `elements` per layer, unpacked, each as wide as `dtype`."""
 
     name: str
     version: int
@@ -40,11 +43,17 @@ class KVLayout:
     dtype: torch.dtype
 
     @property
+    def elements(self) -> int:
+        return math.prod(self.token_shape)
+
+    @property
+    def state(self) -> StateKind:
+        kept_as = NumberFormat(str(self.dtype).removeprefix("torch."), self.dtype.itemsize * 8)
+        return StateKind(self.name, self.num_layers, self.elements, kept_as)
+
+    @property
     def bytes_per_token(self) -> int:
-        elements = 1
-        for size in self.token_shape:
-            elements *= size
-        return self.num_layers * elements * self.dtype.itemsize
+        return int(self.state.bytes_per_token)
 
 
 class PagedKVCache:

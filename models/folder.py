@@ -15,10 +15,11 @@ from models.cache import cache_root, ensure_folder, read_json, sha256_of, write_
 from models.config import GQA_LAYOUT_VERSION, ModelConfig, config_from_hf
 from models.errors import ModelFileError
 from models.gguf import PREPARED_VERSION, prepare_gguf
+from models.kv_layout import grouped_query, number_format
 from models.pull import DEFAULT_MODEL, SHA256, pull_default_model
 from models.tokenizer import TextTokenizer, load_tokenizer_folder
 
-KV_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+KV_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # of the paged cache, and their number formats
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +67,17 @@ def load_card(name_or_path: str, kv_dtype: str = "float32") -> ModelCard:
 
 
 def model_card(folder: ModelFolder, tokenizer: TextTokenizer, kv_dtype: str) -> ModelCard:
-    if kv_dtype not in KV_DTYPE_BYTES:
-        raise ModelFileError(f"kv_dtype is {kv_dtype!r}; allowed: {', '.join(KV_DTYPE_BYTES)}")
+    if kv_dtype not in KV_DTYPES:
+        raise ModelFileError(f"kv_dtype is {kv_dtype!r}; allowed: {', '.join(KV_DTYPES)}")
     config = folder.config
-    elements = 2 * config.num_kv_heads * config.head_dim
+    kept_as = number_format(KV_DTYPES[kv_dtype])
+    state = grouped_query(config.num_layers, config.num_kv_heads, config.head_dim, kept_as)
     return ModelCard(
         name=folder.name,
         revision=folder.revision,
         max_context=config.max_context,
         vocab_size=config.vocab_size,
-        kv_bytes_per_token=config.num_layers * elements * KV_DTYPE_BYTES[kv_dtype],
+        kv_bytes_per_token=int(state.bytes_per_token),
         namespace=(folder.name, folder.revision, tokenizer.fingerprint, kv_dtype, f"gqa-{GQA_LAYOUT_VERSION}"),
     )
 
