@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -42,6 +42,11 @@ class GatewayMetrics:
         self._error = Histogram(
             "conductor_ttft_estimate_error_seconds", "|actual - predicted| TTFT", buckets=TTFT_BUCKETS_S, registry=own
         )
+        self._predicted = Histogram(
+            "conductor_predicted_ttft_seconds", "TTFT as promised at placement", buckets=TTFT_BUCKETS_S, registry=own
+        )
+        self._reuse = ReuseCounters(own)
+        self._tenant_tokens = Counter("conductor_tenant_tokens", "Tokens by tenant and kind", ["tenant", "kind"], registry=own)
         self._prompt_tokens = Counter("conductor_prompt_tokens", "Tokens of prompts", registry=own)
         self._hit_tokens = Counter("conductor_prompt_hit_tokens", "Tokens of prompts answered from cache", registry=own)
         self._output_tokens = Counter("conductor_output_tokens", "Generated tokens", registry=own)
@@ -51,6 +56,9 @@ class GatewayMetrics:
         in_flight.set_function(lambda: self.in_flight)
         waiting = Gauge("conductor_requests_waiting", "Generations without a first token yet", registry=own)
         waiting.set_function(lambda: self.waiting)
+        self.waiting_for_turn: Callable[[], int] = lambda: 0
+        room = Gauge("conductor_requests_waiting_for_turn", "Requests in the gateway's waiting room", registry=own)
+        room.set_function(lambda: self.waiting_for_turn())
         self._answers: dict[tuple[str, int], Counter] = {}
         self._cluster = ClusterFigures()
         own.register(self._cluster)
@@ -71,8 +79,18 @@ class GatewayMetrics:
         """A first token came `ttft_s` after submission; estimates of an uncalibrated model are not judged."""
         self._ttft.observe(ttft_s)
         if predicted is not None and predicted.calibrated and predicted.total_s > 0:
+            self._predicted.observe(predicted.total_s)
             self._ratio.observe(ttft_s / predicted.total_s)
             self._error.observe(abs(ttft_s - predicted.total_s))
+
+    def reuse(self, worker: str, predicted_tokens: int, actual_tokens: int) -> None:
+        """What the index promised of a worker's cache for one request, and what was found there."""
+        self._reuse.book(worker, predicted_tokens, actual_tokens)
+
+    def tenant_tokens(self, tenant: str, prompt: int, output: int) -> None:
+        """Totals of one request when it ends; tenants come from the keys file, so their number is bounded."""
+        self._tenant_tokens.labels(tenant, "prompt").inc(prompt)
+        self._tenant_tokens.labels(tenant, "output").inc(output)
 
     def next_token(self, tbt_s: float) -> None:
         self._tbt.observe(tbt_s)
@@ -87,6 +105,27 @@ class GatewayMetrics:
         """The text of `/metrics`; `status` None says that the cluster did not answer."""
         self._cluster.status = status
         return generate_latest(self.registry)
+
+
+class ReuseCounters:
+    """How well the prefix index knows each worker's cache, in tokens: precision is confirmed over predicted, recall is
+    confirmed over actual, and confirmed is the smaller of the two for each request."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        name = "conductor_index_{}_tokens"
+        self._predicted, self._actual, self._confirmed = (
+            Counter(name.format(kind), words, ["worker"], registry=registry)
+            for kind, words in (
+                ("predicted", "Prompt tokens that a placement expected to reuse"),
+                ("actual", "Prompt tokens that were reused"),
+                ("confirmed", "Prompt tokens that were expected and reused"),
+            )
+        )
+
+    def book(self, worker: str, predicted_tokens: int, actual_tokens: int) -> None:
+        self._predicted.labels(worker).inc(predicted_tokens)
+        self._actual.labels(worker).inc(actual_tokens)
+        self._confirmed.labels(worker).inc(min(predicted_tokens, actual_tokens))
 
 
 class ClusterFigures(Collector):

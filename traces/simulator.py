@@ -15,15 +15,17 @@ from conductor.core.commands import Command
 from conductor.core.config import SchedulerConfig
 from conductor.core.events import Event, RequestArrived, Tick
 from conductor.core.scheduler import Scheduler
-from conductor.core.types import InvariantError, Request, Role, Tier, WorkerId, WorkerSpec
+from conductor.core.types import InvariantError, Rejection, Request, Role, Tier, WorkerId, WorkerSpec
 from traces.belief import fit_cost_profile
 from traces.clusters.profile import ClusterProfile
 from traces.outcomes import RunResult
 from traces.schema import TraceRequest
+from traces.sim.hindsight import Hindsight
 from traces.sim.job import RequestRecord
 from traces.sim.loop import At, EventLoop
 from traces.sim.results import collect
-from traces.sim_workers import SimCluster
+from traces.sim.watch import Watch
+from traces.sim_workers import Answers, SimCluster, World
 
 MAX_TICKS_AT_ONCE = 1000
 Observer = Callable[[float, Event, Sequence[Command]], None]
@@ -40,7 +42,11 @@ class Outage:
 
 @dataclass(frozen=True, slots=True)
 class SimulationOptions:
-    """What is simulated: the cluster, the decisions, and the world's accidents."""
+    """What is simulated: the cluster, the decisions, and the world's accidents.
+
+    `load_reports_s` is how often workers report their load; None is never, since nothing runs on a simulated worker that its
+    scheduler has not sent there.
+    """
 
     cluster: ClusterProfile
     prefill_workers: int = 8
@@ -49,6 +55,7 @@ class SimulationOptions:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speed: float = 1.0
     event_lag_s: float = 0.0
+    load_reports_s: float | None = None
     outages: tuple[Outage, ...] = ()
 
     def __post_init__(self) -> None:
@@ -56,6 +63,8 @@ class SimulationOptions:
             raise ValueError(f"speed is {self.speed}; allowed: a number above 0")
         if self.event_lag_s < 0:
             raise ValueError(f"event_lag_s is {self.event_lag_s}; allowed: a number of at least 0")
+        if self.load_reports_s is not None and not self.load_reports_s > 0:
+            raise ValueError(f"load_reports_s is {self.load_reports_s}; allowed: a number above 0, or None")
         for name in ("prefill_workers", "decode_workers", "coupled_workers"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed: an integer of at least 0")
@@ -86,7 +95,19 @@ class Simulation:
         self.loop = EventLoop()
         self.records: dict[str, RequestRecord] = {}
         self.scheduler = Scheduler(options.scheduler)
-        self.cluster = SimCluster(self.loop, options.cluster, self.records, self._deliver, event_lag_s=options.event_lag_s)
+        answers = Answers(self._deliver, self._refused)
+        world = World(options.event_lag_s, options.scheduler.seed)
+        self.cluster = SimCluster(self.loop, options.cluster, self.records, answers, world)
+        slo = options.scheduler.slo
+        self.watch = Watch(
+            self.loop,
+            options.cluster.service_time(),
+            self.cluster.workers,
+            self.records,
+            slo,
+            options.load_reports_s,
+        )
+        self.hindsight = Hindsight(options.cluster, self.cluster.workers, self.watch, slo)
         self._observer = observer
         self._inbox: deque[Event] = deque()
         self._tick_s: float | None = None
@@ -119,7 +140,11 @@ class Simulation:
     def run(self) -> None:
         """Let virtual time pass until nothing is left to happen."""
         self._drain()
+        self.watch.start()
         self.loop.run(self._drain)
+
+    def _refused(self, record: RequestRecord, rejection: Rejection) -> None:
+        self.hindsight.note(record, rejection, self.loop.now)
 
     def _deliver(self, event: Event) -> None:
         self._inbox.append(event)

@@ -128,7 +128,7 @@ class DecodeWorker(WorkerActor):
             problem = refusal(job, self.engine)
             if problem is not None:
                 raise HandoverRefused(problem)
-            incoming = Incoming(job, prompt_of(job, self._parts.root_of(job.request.tenant)), lease_end_s)
+            incoming = Incoming(job, prompt_of(job, self._parts.root_of(job.request.cache_domain)), lease_end_s)
             incoming.reserving = self._spawn(self._receiver.reserve(incoming, self._may_let_in))
             self._incoming[key] = incoming
         incoming.deadline_s = lease_end_s

@@ -89,7 +89,7 @@ class PrefillWorker(WorkerActor):
         if problem is not None:
             self._fail(job, problem)
             return
-        entry = _Entry(job, placement, prompt_of(job, self._parts.root_of(job.request.tenant)))
+        entry = _Entry(job, placement, prompt_of(job, self._parts.root_of(job.request.cache_domain)))
         if decode is not None and placement.decode is not None:
             entry.choose(placement.decode, decode)
         self._entries[key] = entry

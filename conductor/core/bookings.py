@@ -27,7 +27,7 @@ class Bookings:
         request, reuse = state.request, placement.reuse
         state.placement, state.placed_s = placement, now
         state.enter(Phase.PREFILL, now)
-        job = PrefillJob(placement.ttft.prefill_s + placement.ttft.transfer_s, request.prompt_tokens - reuse.reused_tokens)
+        job = PrefillJob(placement.ttft.work_s, request.prompt_tokens - reuse.reused_tokens)
         self._view.prefill.book(placement.prefill, request.id, job, now)
         if reuse.source is not None:
             state.pull = Flow(reuse.source.owner, placement.prefill)

@@ -107,6 +107,9 @@ def candidates(
         calibrated=pool.calibrated_until_s >= terms.now,
         low_factor=pool.low_factor,
         high_factor=pool.high_factor,
+        handover_s=terms.handover_s(),
+        handover_groups=pool.handover_groups,
+        trust=pool.trust.copy() if pool.distrusted else None,
     )
 
 
@@ -115,7 +118,10 @@ def finish(situation: Situation, table: Candidates, row: int | None) -> Choice |
     if row is None:
         return None
     decode = decode_beside(situation, table.ids[row])
-    return None if decode is None else Choice(table, row, decode)
+    if decode is None:
+        return None
+    table.first_step_s = decode.tbt_s
+    return Choice(table, row, decode)
 
 
 PolicyTable: TypeAlias = Mapping[str, Policy]

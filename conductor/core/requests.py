@@ -40,6 +40,7 @@ class RequestState:
     placement: Placement | None = None
     decode: WorkerId | None = None
     placed_s: float = 0.0
+    claimed_tokens: int = 0  # of the prompt, by the reports of the prefill worker when it was chosen
     pull: Flow | None = None
     handover: Flow | None = None
     avoid: frozenset[WorkerId] = field(default_factory=frozenset)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from conductor.core import admission
+from conductor.core.assessment import Assessor
 from conductor.core.block_reports import BlockReports
 from conductor.core.bookings import Bookings
 from conductor.core.calibration import Calibration
@@ -20,6 +21,7 @@ from conductor.core.cluster_view import ClusterView
 from conductor.core.commands import Cancel, Command, Reject, ResumeRequest, StartDecode, StartPrefill
 from conductor.core.config import SchedulerConfig
 from conductor.core.continuations import Continuations
+from conductor.core.decision_log import DecisionLog
 from conductor.core.events import (
     BlocksRemoved,
     BlocksStored,
@@ -44,22 +46,20 @@ from conductor.core.events import (
     WorkerLost,
 )
 from conductor.core.late_binding import LateBinding
-from conductor.core.output_length import OutputLengths
 from conductor.core.placement import Choice, Policy, Situation, eligible
 from conductor.core.policies import policy_named
 from conductor.core.policies.conductor import least_work_s
 from conductor.core.prefix_index import PrefixIndex
 from conductor.core.requests import Outcome, Phase, RequestState, RequestTable
-from conductor.core.tbt import DecodeNeed, choose_decode
-from conductor.core.ttft import prefill_terms
+from conductor.core.tbt import choose_decode
+from conductor.core.trust import Trust
 from conductor.core.types import (
     FinishReason,
     Rejection,
     RejectReason,
-    Request,
+    RequestId,
     WorkerId,
 )
-from conductor.core.worker_table import FloatArray
 
 FREEING = frozenset((PrefillFinished, HandoverFinished, RequestFailed, RequestCancelled, WorkerJoined, WorkerLost))
 """Events after which a prefill worker may be free that was not before."""
@@ -84,15 +84,16 @@ class Scheduler:
         self._view = ClusterView(self._index)
         self._reports = BlockReports(self._index, self._view, self.config.snapshot_retry_s)
         self._calibration = Calibration(self.config.calibration)
-        self._outputs = OutputLengths()
+        self._trust = Trust()
         self._requests = RequestTable()
+        self._log = DecisionLog(self.config.decision_records, self.config.policy, self.config.admission)
         self._continuations = Continuations(self.config)
         self._now = -math.inf
         self._books = Bookings(self._view, self._index)
-        self._line = LateBinding(self.config.queue, self._view, self._policy, self._assess)
+        self._assessor = Assessor(self.config, self._index, self._view, waiting=lambda: len(self._line))
+        self._line = LateBinding(self.config.queue, self._view, self._policy, self._assessor.assess)
         wanted = self.config.late_binding
         self._late_binding = self.config.policy == "conductor" if wanted is None else wanted
-        self._decisions = 0
         self._handlers: dict[type, Callable[[Any, float], list[Command]]] = {
             RequestArrived: self._handle_request_arrived,
             RequestResumed: self._handle_request_resumed,
@@ -120,11 +121,21 @@ class Scheduler:
         """Take in one event and answer with what is to be done. Never raises on the order of events."""
         if now > self._now:
             self._now = now
+        self._index.expire(self._now)
         commands = self._handlers[type(event)](event, self._now)
         if type(event) in FREEING and len(self._line):
             self._line.workers_changed(self._now)
             commands = commands + self._dispatch(self._now)
+        self._log.observe(event, commands, self._now)
         return commands
+
+    def decision_record(self, request_id: RequestId) -> dict[str, Any] | None:
+        """Why the request went where it did and what came of it, as JSON values; None when it is not known (any more)."""
+        return self._log.explain(request_id)
+
+    def worker_belief(self) -> dict[WorkerId, dict[str, Any]]:
+        """What is believed of each worker, as JSON values."""
+        return self._view.describe(self._now, self._trust)
 
     def next_deadline(self) -> float | None:
         """When `handle(Tick(), now)` is due at the latest; None when nothing waits for time to pass."""
@@ -161,7 +172,7 @@ class Scheduler:
 
     def _continue(self, state: RequestState, now: float) -> list[Command]:
         """Place an interrupted request again, or keep it for a worker that comes back."""
-        situation = self._assess(state, now)
+        situation = self._assessor.assess(state, now)
         if situation is None or not (situation.prefill_eligible.any() and situation.decode_eligible.any()):
             self._continuations.orphaned(state)
             return []
@@ -180,9 +191,9 @@ class Scheduler:
         return [Cancel(event.request_id, state.request.attempt, workers)] if workers else []
 
     def _enqueue(self, state: RequestState, now: float) -> list[Command]:
-        situation = self._assess(state, now)
+        situation = self._assessor.assess(state, now)
         if situation is None:
-            return self._reject(state, self._nobody(state.request))
+            return self._reject(state, self._assessor.nobody(state.request))
         if self._line.full:
             message = f"{len(self._line)} requests are waiting, as many as are allowed"
             return self._reject(state, admission.refuse(state.request, RejectReason.QUEUE_FULL, message, 1.0))
@@ -197,53 +208,24 @@ class Scheduler:
         return commands
 
     def _decide(self, state: RequestState, now: float) -> list[Command]:
-        situation = self._assess(state, now)
+        situation = self._assessor.assess(state, now)
         choice = None if situation is None else self._policy(situation)
         if situation is None or choice is None:
-            return self._reject(state, self._nobody(state.request))
+            return self._reject(state, self._assessor.nobody(state.request))
         return self._settle(state, situation, choice, now)
 
     def _settle(self, state: RequestState, situation: Situation, choice: Choice, now: float) -> list[Command]:
-        self._decisions += 1
+        self._assessor.decisions += 1
         decision = admission.admit(situation, choice)
         if isinstance(decision, Rejection):
-            return self._reject(state, decision)
+            return self._reject(state, decision, choice)
+        self._log.decided(state.request, state.arrived_s, choice, decision, now)
+        state.claimed_tokens = situation.terms.claimed_tokens(choice.row)
         self._books.place(state, decision, situation.need, now)
         return [StartPrefill(decision)]
 
-    def _assess(self, state: RequestState, now: float, booked_s: FloatArray | None = None) -> Situation | None:
-        """What a policy sees of a request, with `booked_s` more work on the prefill workers; None without any worker."""
-        view, request = self._view, state.request
-        if not view.prefill.ids or not view.decode.ids:
-            return None
-        match = self._index.match(request.block_hashes)
-        terms = prefill_terms(request, match, view, self.config.block_tokens, now)
-        if booked_s is not None:
-            terms.queue_s += booked_s
-        return Situation(
-            request=request,
-            terms=terms,
-            need=self._decode_need(request),
-            view=view,
-            config=self.config,
-            now=now,
-            sequence=self._decisions,
-            waited_s=now - state.arrived_s,
-            waiting=len(self._line),
-            prefill_eligible=eligible(view.prefill, request, state.avoid, view.prefill.accepts),
-            decode_eligible=eligible(view.decode, request, state.avoid, view.decode.accepts),
-        )
-
-    def _decode_need(self, request: Request) -> DecodeNeed:
-        tokens = request.prompt_tokens + self._outputs.expected_tokens(request)
-        return DecodeNeed(-(-tokens // self.config.block_tokens), request.prompt_tokens)
-
-    def _nobody(self, request: Request) -> Rejection:
-        if not self._view.prefill.accepts.any():
-            return admission.refuse(request, RejectReason.NO_PREFILL, "no prefill worker takes requests", 1.0)
-        return admission.refuse(request, RejectReason.NO_DECODE, "no decode worker takes requests", 1.0)
-
-    def _reject(self, state: RequestState, rejection: Rejection) -> list[Command]:
+    def _reject(self, state: RequestState, rejection: Rejection, choice: Choice | None = None) -> list[Command]:
+        self._log.decided(state.request, state.arrived_s, choice, rejection, self._now)
         self._requests.end(state.request.id, Outcome.REJECTED)
         return [Reject(rejection)]
 
@@ -264,15 +246,21 @@ class Scheduler:
             pool = self._view.prefill
             base_s = pool.specs[event.worker_id].profile.prefill_s(state.request.prompt_tokens, event.reused_tokens)
             self._calibration.observe(event.worker_id, base_s, event.compute_s, pool, now)
+        commands = self._hold_to_claim(state, event, now)
         if state.decode is None:
-            return self._choose_decode(state, now)
+            return commands + self._choose_decode(state, now)
         self._books.begin_handover(state, now)
-        return []
+        return commands
+
+    def _hold_to_claim(self, state: RequestState, event: PrefillFinished, now: float) -> list[Command]:
+        worker = event.worker_id
+        wrong = self._trust.observe(worker, state.claimed_tokens, event.reused_tokens, self._view.prefill)
+        return self._reports.ask(worker, now) if wrong else []
 
     def _choose_decode(self, state: RequestState, now: float) -> list[Command]:
         """Late choice of the decode worker, once the prompt is computed (admission `on_prefill_done`)."""
         request, view = state.request, self._view
-        need = self._decode_need(request)
+        need = self._assessor.decode_need(request)
         choice = choose_decode(view.decode, need, eligible(view.decode, request, state.avoid, view.decode.accepts), now)
         if choice is None:
             return self._interrupt(state, now, None)
@@ -294,7 +282,7 @@ class Scheduler:
         if state is None:
             return []
         if event.reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._outputs.observe(state.request.traffic_class, event.output_tokens)
+            self._assessor.outputs.observe(state.request.traffic_class, event.output_tokens)
         self._books.release(state, now)
         self._requests.end(event.request_id, OUTCOMES[event.reason])
         return []
@@ -355,6 +343,7 @@ class Scheduler:
         if worker in self._view.epochs:
             self._view.leave(worker)
             self._calibration.left(worker)
+            self._trust.forget(worker, self._view.prefill)
         return commands
 
     def _handle_worker_draining(self, event: WorkerDraining, now: float) -> list[Command]:
@@ -374,7 +363,6 @@ class Scheduler:
     # time
 
     def _handle_tick(self, event: Tick, now: float) -> list[Command]:
-        self._index.expire(now)
         return self._reports.ask_again(now) + self._give_up(now) + self._dispatch(now)
 
     def _give_up(self, now: float) -> list[Command]:
@@ -384,7 +372,7 @@ class Scheduler:
             message = f"no continuation came within {self.config.resume_timeout_s:g} s of a lost worker"
             commands += self._abandon(state, admission.refuse(state.request, RejectReason.RETRIES_EXHAUSTED, message, 1.0))
         for state in self._continuations.untaken(now):
-            commands += self._abandon(state, self._nobody(state.request))
+            commands += self._abandon(state, self._assessor.nobody(state.request))
         return commands
 
     def _abandon(self, state: RequestState, rejection: Rejection) -> list[Command]:

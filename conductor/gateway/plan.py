@@ -11,7 +11,7 @@ import os
 import random
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from conductor.core.messages import GenerationJob, SamplingParams
 from conductor.core.types import Request
@@ -22,6 +22,8 @@ from conductor.gateway.schemas import SEED_LIMIT, GenerationBody, Message
 from conductor.gateway.served_model import ServedModel
 from conductor.gateway.settings import GatewaySettings
 
+USUAL_OUTPUT_TOKENS = 256
+
 
 @dataclass(frozen=True, slots=True)
 class Origin:
@@ -30,6 +32,7 @@ class Origin:
     hints: Hints
     tenant: str
     channel: str
+    sharing_group: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,12 @@ class Plan:
     prompt_tokens: int
     stops: tuple[str, ...]
     silent_ids: frozenset[int]
+
+    @property
+    def cost_tokens(self) -> int:
+        """What the request is expected to take of the cluster: its prompts, and answers as long as usual or as their limit."""
+        requests = [job.request for job in self.jobs]
+        return self.prompt_tokens + sum(min(each.max_output_tokens, USUAL_OUTPUT_TOKENS) for each in requests)
 
 
 def check_model(name: str, served: ServedModel) -> None:
@@ -90,26 +99,30 @@ class Planner:
         jobs: list[GenerationJob] = []
         for tokens in prompts:
             packed = struct.pack(f"<{len(tokens)}i", *tokens)
-            hashes = self._served.hash_prompt(packed, origin.tenant)
-            limit = self._output_limit(body, len(tokens))
+            request = self._request(body, len(tokens), origin)
+            hashes = self._served.hash_prompt(packed, request.cache_domain)
             for _ in range(choices):
                 job_id = request_id if total == 1 else f"{request_id}-{len(jobs)}"
-                sampling = self._sampling(body, limit, (seed + len(jobs)) % SEED_LIMIT)
-                request = Request(
-                    id=job_id,
-                    prompt_tokens=len(tokens),
-                    block_hashes=hashes,
-                    max_output_tokens=limit,
-                    slo=origin.hints.slo,
-                    priority=origin.hints.priority,
-                    traffic_class=origin.hints.traffic_class,
-                    session=origin.hints.session or body.session,
-                    tenant=origin.tenant,
-                    model=self._served.name,
-                )
-                jobs.append(GenerationJob(request, packed, sampling, origin.channel))
+                sampling = self._sampling(body, request.max_output_tokens, (seed + len(jobs)) % SEED_LIMIT)
+                jobs.append(GenerationJob(replace(request, id=job_id, block_hashes=hashes), packed, sampling, origin.channel))
         silent = frozenset(jobs[0].sampling.stop_token_ids)
         return Plan(request_id, tuple(jobs), len(prompts), sum(map(len, prompts)), body.stop, silent)
+
+    def _request(self, body: GenerationBody, prompt_tokens: int, origin: Origin) -> Request:
+        """Everything but its id and its block hashes."""
+        return Request(
+            id="",
+            prompt_tokens=prompt_tokens,
+            block_hashes=(),
+            max_output_tokens=self._output_limit(body, prompt_tokens),
+            slo=origin.hints.slo,
+            priority=origin.hints.priority,
+            traffic_class=origin.hints.traffic_class,
+            session=origin.hints.session or body.session,
+            tenant=origin.tenant,
+            model=self._served.name,
+            sharing_group=origin.sharing_group,
+        )
 
     def _output_limit(self, body: GenerationBody, prompt_tokens: int) -> int:
         context = self._served.max_context
