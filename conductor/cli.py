@@ -232,13 +232,15 @@ def decision_from_log(request_id: str, log: Path) -> Mapping[str, Any]:
     from conductor.core.config import SchedulerConfig
     from conductor.core.scheduler import Scheduler
     from conductor.flight_log import FlightLogError, read
+    from conductor.policies_loader import PolicyError, load_policy
 
     try:
         header, records = read(log, SchedulerConfig)
-        scheduler = Scheduler(replace(header.scheduler, decision_records=sys.maxsize))
+        config = replace(header.scheduler, decision_records=sys.maxsize)
+        scheduler = Scheduler(config, policy=load_policy(config.policy))
         for record in records:
             scheduler.handle(record.event, record.now)
-    except FlightLogError as error:
+    except (FlightLogError, PolicyError) as error:
         raise fail(str(error), ExitCode.BAD_INPUT) from None
     decision = scheduler.decision_record(request_id)
     if decision is None:
