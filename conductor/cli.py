@@ -59,10 +59,11 @@ def main() -> None:
     own = {"serve", "config", "model", "key", "explain", "verify", "counterfactual", "doctor", "--version"}
     if not own & set(sys.argv[1:2]):
         from conductor.flight_log import recording
+        from models.cache import cache_root
         from traces import commands, sim_commands
 
         commands.register(app)
-        sim_commands.register(app, recording)
+        sim_commands.register(app, recording, cache_root() / "profiles")
     app()
 
 
