@@ -47,12 +47,13 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary positions of the first `dim` of a head's dimensions."""
+    """Rotary positions of `dim` dimensions. `frequencies` replaces those that follow from theta, one a pair."""
 
     dim: int
     theta: float
     max_context: int
     scaling: RopeScaling | None = None
+    frequencies: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
