@@ -62,7 +62,7 @@ def test_a_right_model_refuses_what_cannot_be_served() -> None:
     """The gate is no dummy: at many times what the cluster can do, the same requests are refused by prediction."""
     config = SchedulerConfig(policy="conductor", slo=SLO(ttft_s=OBJECTIVE_S))
     served = World(config, model(1.0), PROFILE, (2, 2)).run(arrivals(0.02))
-    assert {RejectReason.TTFT_SLO} == {refused.reason for refused in served.rejections}
+    assert {RejectReason.TTFT_SLO, RejectReason.OVERLOAD} >= {refused.reason for refused in served.rejections}
     assert len(served.rejections) > REQUESTS // 4
     assert max(served.ttft_s.values()) <= 1.2 * OBJECTIVE_S, "who is accepted is served in time"
 
