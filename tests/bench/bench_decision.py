@@ -19,9 +19,10 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from conductor.core.commands import StartPrefill
 from conductor.core.config import SchedulerConfig
 from conductor.core.cost_profile import CostProfile
-from conductor.core.events import BlocksStored, RequestArrived, RequestCancelled, Tick, WorkerJoined
+from conductor.core.events import BlocksStored, PrefillFinished, RequestArrived, RequestCancelled, Tick, WorkerJoined
 from conductor.core.prefix_index import PrefixIndex
 from conductor.core.scheduler import Scheduler
 from conductor.core.types import Holder, Request, Role, Stamp, Tier, WorkerSpec
@@ -71,7 +72,7 @@ def loaded_scheduler(workers: int, blocks: int) -> Scheduler:
 
 
 def decision_times_us(scheduler: Scheduler, prompts: Sequence[Sequence[int]], start_s: float = 1000.0) -> list[float]:
-    """Microseconds of each decision, a few dozen requests in flight meanwhile. `start_s` must grow from call to call."""
+    """Microseconds of each decision, a few dozen requests decoding meanwhile. `start_s` must grow from call to call."""
     times, now, in_flight = [], start_s, []
     gc.collect()
     gc.freeze()
@@ -82,7 +83,10 @@ def decision_times_us(scheduler: Scheduler, prompts: Sequence[Sequence[int]], st
         started = time.thread_time()
         commands = scheduler.handle(event, now) or scheduler.handle(Tick(), now)
         times.append(1e6 * (time.thread_time() - started))
-        assert commands, "an arrival on a lightly loaded cluster is decided at once"
+        (command,) = commands
+        assert isinstance(command, StartPrefill), "an arrival on a cluster without queues is placed at once"
+        placed, reuse = command.placement.prefill, command.placement.reuse
+        scheduler.handle(PrefillFinished(request.id, 1, placed, reuse.reused_tokens, command.placement.ttft.prefill_s), now)
         in_flight.append(request.id)
         if len(in_flight) > 32:
             scheduler.handle(RequestCancelled(in_flight.pop(0)), now)
