@@ -11,7 +11,7 @@ NAMES = ["01_trace_shape", "02_estimate_error", "03_policies_compared", "04_simu
 
 
 def test_every_notebook_is_there() -> None:
-    assert NAMES == [path.stem for path in NOTEBOOKS]
+    assert [path.stem for path in NOTEBOOKS] == NAMES
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
