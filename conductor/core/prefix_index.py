@@ -8,10 +8,10 @@ bisection finds the few depths at which it shrinks, whatever the length of the p
 prompt has so many of them that bisection would cost more than a walk along the prompt, the walk takes over.
 
 Closure is a promise of the holder that no report can prove: a removal names no children, a snapshot no parents. So it is
-spot-checked. Every match looks at each `AUDIT_STRIDE`th block that bisection jumped over, at an offset that moves on from match
-to match, and a holder that lacks one is doubted: walked block by block until it is cleared or replaced. So is a holder whose
-reports have a gap (`doubt`), and one that promises nothing (`closed=False`, an engine that we do not own), from its first
-match on. All such holders share one walk.
+spot-checked. Every eighth match looks at each eighth block that bisection jumped over, at an offset that moves on, and a holder
+that lacks one is doubted: walked block by block until it is cleared or replaced. So is a holder whose reports have a gap
+(`doubt`), and one that promises nothing (`closed=False`, an engine that we do not own), from its first match on. All such
+holders share one walk.
 
 Expected blocks (dispatched, not yet reported) are kept as whole chains from the root, apart from confirmed ones, and count as
 long as their chain stands: until it is confirmed, given up or expired (I11).
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -34,11 +34,12 @@ from conductor.core.block_map import BlockMap
 from conductor.core.expected_prefixes import ExpectedPrefixes
 from conductor.core.types import BlockHash, Holder, InvariantError
 
-IntArray = npt.NDArray[np.int32]
+IntArray: TypeAlias = npt.NDArray[np.int32]
+Loss: TypeAlias = tuple[int, int]  # a depth, and the bits of the slots that have just so many blocks
 
 FEW_BITS = 6
 CACHED = 4096
-AUDIT_STRIDE = 32
+AUDIT_EVERY = 8  # matches, and blocks of the audited prompt: all are seen within 64 matches
 
 
 class PrefixMatch(NamedTuple):
@@ -68,7 +69,7 @@ class PrefixIndex:
         self._free_bits: list[int] = []
         self._live = 0
         self._walked = 0  # bits of holders whose blocks are looked at one by one
-        self._audit = 0
+        self._matches = 0
         self._expected = ExpectedPrefixes()
         self._partings: dict[BlockHash, int] = {}  # a guess for each root; verified whenever it is used
         self._positions: dict[int, npt.NDArray[np.int64]] = {}  # slot numbers of a mask, for masks that come up often
@@ -191,25 +192,30 @@ class PrefixIndex:
 
     def _depths(self, hashes: Sequence[BlockHash]) -> IntArray:
         depths = np.zeros(len(self._slots) + len(self._free_numbers), dtype=np.int32)
-        if hashes:
-            walked = self._live & self._walked
-            self._audit = (self._audit + 1) % AUDIT_STRIDE
-            broken = self._bisect(depths, hashes, self._live ^ walked)
+        if not hashes:
+            return depths
+        walked = self._live & self._walked
+        losses = self._bisect(hashes, self._live ^ walked)
+        self._matches += 1
+        if self._matches % AUDIT_EVERY == 0:
+            broken = self._audit(hashes, losses)
             if broken:
                 self._walked |= broken
                 return self._depths(hashes)
-            if walked:
-                self._walk(depths, hashes, 0, walked)
+        if walked:
+            losses += self._walk(hashes, 0, walked)
+        for depth, lost in losses:
+            self._write(depths, lost, depth)
         return depths
 
-    def _bisect(self, depths: IntArray, hashes: Sequence[BlockHash], asked: int) -> int:
-        """Find the depths at which the bitmask shrinks, one after the other. Return the bits seen to break closure."""
+    def _bisect(self, hashes: Sequence[BlockHash], asked: int) -> list[Loss]:
+        """Where the slots of `asked`, all closed, drop out, in order of depth; those without the first block are left out."""
         shards, high_bits, low_bits = self._blocks.shards, self._blocks.high, self._blocks.low
         total, num_shards = len(hashes), len(shards)
-        losses_left = total // total.bit_length()
+        most = total // total.bit_length()  # losses up to which bisection is cheaper than a walk
         mask = self._blocks.get(hashes[0]) & asked
         low, high, kept = self._usual_first_loss(hashes, mask)
-        parting = seen = broken = 0
+        losses: list[Loss] = []
         while mask:  # its slots have the first `low` blocks; at `high` only those in `kept` are left
             while low < high:
                 middle = (low + high) >> 1
@@ -222,30 +228,38 @@ class PrefixIndex:
                     low = middle + 1
                 else:
                     high, kept = middle, here
-            for block in hashes[seen + (self._audit - seen) % AUDIT_STRIDE : low : AUDIT_STRIDE]:
-                broken |= mask & ~self._blocks.get(block)
-            self._write(depths, mask ^ kept, low)
-            parting = parting or low
-            mask, high, kept, seen, low = kept, total, 0, low, low + 1
-            losses_left -= 1
-            if losses_left < 0:
-                self._walk(depths, hashes, seen, mask)
-                break
-        if parting:
-            self._partings[hashes[0]] = parting
-        return broken
+            losses.append((low, mask ^ kept))
+            if len(losses) > most:
+                return losses + self._walk(hashes, low, kept)
+            mask, high, kept, low = kept, total, 0, low + 1
+        if losses:
+            self._partings[hashes[0]] = losses[0][0]
+        return losses
 
-    def _walk(self, depths: IntArray, hashes: Sequence[BlockHash], start: int, mask: int) -> None:
-        """Look at every block from depth `start` on, for slots that have all before it."""
+    def _walk(self, hashes: Sequence[BlockHash], start: int, mask: int) -> list[Loss]:
+        """The same for slots that have all blocks before `start`, whether closed or not, by a look at every block."""
         get = self._blocks.get
+        losses: list[Loss] = []
         for depth in range(start, len(hashes)):
             kept = get(hashes[depth]) & mask
             if kept != mask:
-                self._write(depths, mask ^ kept, depth)
+                losses.append((depth, mask ^ kept))
                 mask = kept
-            if not mask:
-                return
-        self._write(depths, mask, len(hashes))
+                if not mask:
+                    return losses
+        losses.append((len(hashes), mask))
+        return losses
+
+    def _audit(self, hashes: Sequence[BlockHash], losses: Sequence[Loss]) -> int:
+        """The slots that lack one of the blocks looked at, all of which they should have if they are closed."""
+        position, broken = self._matches // AUDIT_EVERY % AUDIT_EVERY, 0
+        mask = sum(lost for _, lost in losses)
+        for depth, lost in losses:
+            while position < depth:
+                broken |= mask & ~self._blocks.get(hashes[position])
+                position += AUDIT_EVERY
+            mask ^= lost
+        return broken
 
     def _usual_first_loss(self, hashes: Sequence[BlockHash], mask: int) -> tuple[int, int, int]:
         """Bounds of the first depth at which a slot of `mask` drops out, and what is left at the upper one.

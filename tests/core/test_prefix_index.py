@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from conductor.core import prefix_index
 from conductor.core.block_map import BlockMap
-from conductor.core.prefix_index import AUDIT_STRIDE, PrefixIndex
+from conductor.core.prefix_index import AUDIT_EVERY, PrefixIndex
 from conductor.core.types import Holder, InvariantError, Tier
 
 HOLDERS = [Holder(f"w{number}", Tier.DEVICE) for number in range(10)] + [Holder("n0", Tier.HOST)]
@@ -209,7 +209,7 @@ def test_bits_are_used_again() -> None:
 
 
 def test_a_broken_promise_is_found_out() -> None:
-    """A holder that evicts a root before its leaves is matched right after at most `AUDIT_STRIDE` matches."""
+    """A holder that evicts a root before its leaves is matched right after at most 64 matches."""
     chain = tuple(range(1, 200))
     for hole in (1, 2, 31, 32, 33, 64, 100, 197):
         index = PrefixIndex()
@@ -217,11 +217,23 @@ def test_a_broken_promise_is_found_out() -> None:
             index.add(holder)
             index.store(holder, None, chain)
         index.remove(HOLDERS[0], [chain[hole]])
-        for _ in range(AUDIT_STRIDE):
+        for _ in range(AUDIT_EVERY**2):
             depths = index.match(chain).depths.tolist()
         assert depths == [hole, len(chain)]
         index.replace(HOLDERS[0], chain)
         assert index.match(chain).depths.tolist() == [len(chain), len(chain)]
+
+
+def test_an_audit_doubts_nobody_who_keeps_the_promise() -> None:
+    """Closed holders of different depths are never walked."""
+    index = PrefixIndex()
+    chain = tuple(range(1, 101))
+    for number, holder in enumerate(HOLDERS):
+        index.add(holder)
+        index.store(holder, None, chain[: 9 * number + 1])
+    for _ in range(AUDIT_EVERY**2):
+        index.match(chain)
+    assert index._walked == 0
 
 
 def test_a_holder_in_doubt_is_matched_exactly_at_once() -> None:
