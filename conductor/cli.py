@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from enum import IntEnum
 from pathlib import Path
 from time import monotonic
@@ -42,6 +44,8 @@ config_app = typer.Typer(no_args_is_help=True, help="Look at the configuration."
 model_app = typer.Typer(no_args_is_help=True, help="Fetch models and look at them.")
 app.add_typer(config_app, name="config")
 app.add_typer(model_app, name="model")
+key_app = typer.Typer(no_args_is_help=True, help="API keys of the gateway.")
+app.add_typer(key_app, name="key")
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", "-c", metavar="FILE", help="YAML file; environment and flags override it.")
@@ -52,7 +56,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")
 
 def main() -> None:
     """Entry point. Mounts the trace commands unless a command of this module is named."""
-    own = {"serve", "config", "model", "explain", "verify", "profile", "doctor", "--version"}
+    own = {"serve", "config", "model", "key", "explain", "verify", "counterfactual", "doctor", "--version"}
     if not own & set(sys.argv[1:2]):
         from conductor.flight_log import recording
         from traces import commands, sim_commands
@@ -159,6 +163,23 @@ def model_show(
     show_values(card, as_json)
 
 
+@key_app.command("new")
+def key_new(
+    tenant: Annotated[str, typer.Option(help="Who the key is for: a name in the keys file.")], as_json: AsJson = False
+) -> None:
+    """Make a key: shown once, with the line that the keys file needs of it."""
+    from conductor.gateway.keys import NAME_PATTERN, key_hash, new_key
+
+    if not re.match(NAME_PATTERN, tenant):
+        raise fail(f"tenant {tenant!r} is not allowed; allowed: 1 to 64 letters, digits, '_', '.' or '-'", ExitCode.BAD_INPUT)
+    key = new_key()
+    if as_json:
+        typer.echo(json.dumps({"tenant": tenant, "key": key, "hash": key_hash(key)}))
+        return
+    typer.echo(key)
+    typer.echo(f"The key is shown once. In the keys file, under tenants.{tenant}.keys:\n  - {key_hash(key)}", err=True)
+
+
 @config_app.command("show")
 def config_show(config: ConfigFile = None, as_json: AsJson = False) -> None:
     """Every value in force and where it came from."""
@@ -193,12 +214,40 @@ def explain(
         str, typer.Argument(help="Request id, as in the response header x-conductor-decision-id.", metavar="ID")
     ],
     url: Url = "http://127.0.0.1:8000",
+    log: Annotated[Path | None, typer.Option(help="Read a flight log instead of asking a gateway.", metavar="LOG")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Why a request was placed where it was, or refused."""
-    import httpx
-
+    """Why a request was placed where it was, or refused, and what came of it."""
     from conductor.explain import render
+
+    record = decision_from_gateway(request_id, url) if log is None else decision_from_log(request_id, log)
+    if as_json:
+        typer.echo(json.dumps(record, indent=2))
+    else:
+        render(record, Console(width=None if sys.stdout.isatty() else 160))
+
+
+def decision_from_log(request_id: str, log: Path) -> Mapping[str, Any]:
+    """The decision as a fresh scheduler makes it again from a flight log."""
+    from conductor.core.config import SchedulerConfig
+    from conductor.core.scheduler import Scheduler
+    from conductor.flight_log import FlightLogError, read
+
+    try:
+        header, records = read(log, SchedulerConfig)
+        scheduler = Scheduler(replace(header.scheduler, decision_records=sys.maxsize))
+        for record in records:
+            scheduler.handle(record.event, record.now)
+    except FlightLogError as error:
+        raise fail(str(error), ExitCode.BAD_INPUT) from None
+    decision = scheduler.decision_record(request_id)
+    if decision is None:
+        raise fail(f"no decision with id {request_id!r} in {log}", ExitCode.BAD_INPUT)
+    return decision
+
+
+def decision_from_gateway(request_id: str, url: str) -> Mapping[str, Any]:
+    import httpx
 
     try:
         answer = httpx.get(f"{url.rstrip('/')}/v1/decisions/{request_id}", timeout=10)
@@ -208,10 +257,8 @@ def explain(
         raise fail(f"no decision with id {request_id!r} at {url}", ExitCode.BAD_INPUT)
     if answer.is_error:
         raise fail(f"{url} answered {answer.status_code}: {answer.text}", ExitCode.FAILED)
-    if as_json:
-        typer.echo(json.dumps(answer.json(), indent=2))
-    else:
-        render(answer.json(), Console(width=None if sys.stdout.isatty() else 160))
+    record: Mapping[str, Any] = answer.json()
+    return record
 
 
 @app.command()
@@ -233,6 +280,35 @@ def verify(
         typer.echo(f"{outcome.records} records: identical commands")
     if outcome.difference is not None:
         raise fail(str(outcome.difference), ExitCode.FAILED)
+
+
+@app.command()
+def counterfactual(
+    log: Annotated[Path, typer.Argument(help="First segment of a flight log.", metavar="LOG")],
+    policy: Annotated[str, typer.Option(help="Placement policy to try instead.")],
+    admission: Annotated[str | None, typer.Option(help="Admission policy to try instead.")] = None,
+    cluster: Annotated[str | None, typer.Option(help="Ground truth: a cluster profile, not the log's own workers.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What another policy would have made of a flight log's arrivals, request by request and in total."""
+    from conductor.core.config import SchedulerConfig
+    from conductor.core.policies import policy_named
+    from conductor.flight_log import FlightLogError, read
+    from traces import counterfactual, counterfactual_command
+    from traces.clusters.profile import load_profile
+
+    try:
+        policy_named(policy)
+        header, records = read(log, SchedulerConfig)
+        other = replace(header.scheduler, policy=policy, admission=admission or header.scheduler.admission)
+        truth = None if cluster is None else load_profile(cluster)
+        differences = counterfactual.compare(counterfactual.read_flight(records), header.scheduler, other, truth)
+    except (FlightLogError, ValueError) as error:
+        raise fail(str(error), ExitCode.BAD_INPUT) from None
+    if as_json:
+        typer.echo(json.dumps(counterfactual_command.as_json(differences), indent=2))
+    else:
+        counterfactual_command.show(differences, Console(width=None if sys.stdout.isatty() else 140))
 
 
 @app.command()

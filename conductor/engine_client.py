@@ -11,7 +11,7 @@ from conductor.core.messages import GenerationJob, TokenOutput
 from conductor.core.types import BlockHash, Decision, RequestId
 
 HashPrompt: TypeAlias = Callable[[bytes, str], tuple[BlockHash, ...]]
-"""Little-endian int32 tokens and a tenant to the hashes of the full blocks."""
+"""Little-endian int32 tokens and a cache domain (`Request.cache_domain`) to the hashes of the full blocks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,7 @@ class OutputStream:
         request = replace(
             original,
             prompt_tokens=len(tokens) // TOKEN_BYTES,
-            block_hashes=hash_prompt(tokens, original.tenant),
+            block_hashes=hash_prompt(tokens, original.cache_domain),
             max_output_tokens=original.max_output_tokens - self.next_index,
             attempt=self.attempt + 1,
             emitted_tokens=self.next_index,

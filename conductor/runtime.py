@@ -45,6 +45,8 @@ class SchedulerPort(Protocol):
 
     def decision_record(self, request_id: RequestId) -> Mapping[str, Any] | None: ...
 
+    def worker_belief(self) -> Mapping[WorkerId, Mapping[str, Any]]: ...
+
 
 class RequestCancelledError(Exception):
     """The request was cancelled before it was placed."""
@@ -185,6 +187,7 @@ class ConductorRuntime:
         missing = self._calls.missing_roles()
         reason = str(self._fatal) if self._fatal else f"no {' and no '.join(missing)} worker" if missing else None
         workers = dict(sorted(self._calls.workers.items()))
+        belief = self._scheduler.worker_belief()
         counters = {name: float(value) for name, value in asdict(self._counters).items()}
         counters["inbox"] = float(self._inbox.qsize())
         counters["in_flight"] = float(len(self._in_flight))
@@ -193,7 +196,7 @@ class ConductorRuntime:
             ready=reason is None,
             reason=reason or "serving",
             model=next((worker.spec.model for worker in workers.values()), ""),
-            workers={worker_id: worker.describe() for worker_id, worker in workers.items()},
+            workers={worker_id: worker.describe() | dict(belief.get(worker_id, {})) for worker_id, worker in workers.items()},
             counters=counters,
         )
 

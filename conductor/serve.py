@@ -8,10 +8,11 @@ answers last. SIGTERM or SIGINT during the start gives up; while serving, the fi
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -21,8 +22,12 @@ from conductor.config import Config
 from conductor.core.hashing import KVNamespace, hash_blocks
 from conductor.core.types import BlockHash
 from conductor.engine_client import HashPrompt
-from conductor.gateway import ServedModel, create_app
-from conductor.gateway.server import BindError, Server, bind, make_server
+from conductor.gateway import GatewaySettings, ServedModel, create_app
+from conductor.gateway.keys import KeysError, load_keys
+from conductor.gateway.logs import configure_logging
+from conductor.gateway.server import BindError, Server, bind, bind_admin, make_server
+from conductor.gateway.tls import TlsError, certificates
+from conductor.gateway.tracing import Tracing, TracingError, check_environment, tracing_from
 from conductor.ray_engine_client import RayEngineClient
 from models.errors import ModelError
 from models.folder import ModelCard, find_model, model_card
@@ -63,14 +68,14 @@ def prepare_model(config: Config) -> Prepared:
 
 
 def prompt_hasher(model: tuple[str, ...], block_tokens: int) -> HashPrompt:
-    """How prompts of a model become block hashes; tenants share no prefixes."""
+    """How prompts of a model become block hashes; cache domains share no prefixes."""
 
     @lru_cache(maxsize=4096)
-    def seed(tenant: str) -> BlockHash:
-        return KVNamespace(model, block_tokens, salt=tenant).seed
+    def seed(domain: str) -> BlockHash:
+        return KVNamespace(model, block_tokens, salt=domain).seed
 
-    def hash_prompt(tokens: bytes, tenant: str) -> tuple[BlockHash, ...]:
-        return hash_blocks(seed(tenant), tokens, block_tokens)
+    def hash_prompt(tokens: bytes, domain: str) -> tuple[BlockHash, ...]:
+        return hash_blocks(seed(domain), tokens, block_tokens)
 
     return hash_prompt
 
@@ -105,30 +110,53 @@ def check_memory(config: Config, prepared: Prepared) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    """The sockets that people reach the deployment on; `admin` None is closed."""
+
+    gateway: socket.socket
+    admin: socket.socket | None
+
+
+@contextmanager
+def open_listeners(settings: GatewaySettings) -> Iterator[Listeners]:
+    """Raises `BindError`."""
+    with ExitStack() as stack:
+        gateway = stack.enter_context(bind(settings.host, settings.port))
+        admin = bind_admin(settings)
+        if admin is not None:
+            stack.enter_context(admin)
+        yield Listeners(gateway, admin)
+
+
+def check_gateway(settings: GatewaySettings) -> None:
+    """Raises `ServeError` when a file that the gateway is told to use cannot be used."""
+    try:
+        if settings.keys_file is not None:
+            load_keys(settings.keys_file)
+        certificates(settings)
+        check_environment(os.environ)
+    except (KeysError, TlsError, TracingError) as error:
+        raise ServeError(str(error)) from None
+
+
 def serve(config: Config, progress: Progress) -> None:
     """Serve until a signal. Raises `BindError`, `ModelError`, `ServeError`, `ClusterError`; `asyncio.CancelledError` when a
     signal gave up the start."""
-    listener = bind(config.gateway.host, config.gateway.port)
-    with listener:
+    configure_logging(config.gateway.log_format, config.gateway.log_level)
+    check_gateway(config.gateway)
+    with open_listeners(config.gateway) as listeners:
         progress(f"finding the model {config.model.name}")
         prepared = prepare_model(config)
         check_memory(config, prepared)
         with asyncio.Runner(loop_factory=_uvloop) as runner:
-            runner.run(_serve(config, prepared, listener, progress))
+            runner.run(_serve(config, prepared, listeners, progress))
 
 
 def _uvloop() -> asyncio.AbstractEventLoop:
     import uvloop
 
     return uvloop.new_event_loop()
-
-
-class _SignalledServer(Server):
-    """The gateway's server, whose signals are ours to handle."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class _Signals:
@@ -152,7 +180,7 @@ class _Signals:
             self.server.handle_exit(number, None)
 
 
-async def _serve(config: Config, prepared: Prepared, listener: socket.socket, progress: Progress) -> None:
+async def _serve(config: Config, prepared: Prepared, listeners: Listeners, progress: Progress) -> None:
     signals = _Signals()
     async with AsyncExitStack() as stack:
         plans = asyncio.get_running_loop().run_in_executor(None, plan_workers, config)  # imports torch while Ray starts
@@ -164,15 +192,17 @@ async def _serve(config: Config, prepared: Prepared, listener: socket.socket, pr
         client = RayEngineClient(cluster.conductor, prepared.hash_prompt)
         stack.push_async_callback(client.close)
         await client.start()
-        app = create_app(client, prepared.served, config.gateway)
-        signals.server = _SignalledServer(make_server(app).config, app.state.service)
-        progress(_ready_lines(listener, prepared.served.name))
-        await signals.server.serve(sockets=[listener])
+        tracing = Tracing(tracing_from(os.environ))
+        stack.callback(tracing.close)
+        app = create_app(client, prepared.served, config.gateway, tracing)
+        signals.server = make_server(app, admin=listeners.admin, own_signals=False)
+        progress(_ready_lines(listeners.gateway, prepared.served.name, config.gateway))
+        await signals.server.serve(sockets=[listeners.gateway])
         progress("stopping the workers")
 
 
-def _ready_lines(listener: socket.socket, model: str) -> str:
+def _ready_lines(listener: socket.socket, model: str, settings: GatewaySettings) -> str:
     host, port = listener.getsockname()[:2]
-    url = f"http://{host}:{port}"
+    url = f"{'http' if settings.tls_cert_file is None else 'https'}://{host}:{port}"
     body = '{"model": "' + model + '", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}'
     return f"ready: {url}\n  curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"

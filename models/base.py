@@ -7,6 +7,7 @@ every sequence's last new token.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,24 +15,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from models.kv_layout import NumberFormat, StateKind
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """Sequences laid end to end.
 
     token_ids: int64 [total_new_tokens]; query_lens and context_lens: one entry a sequence (new tokens; tokens already cached);
-    block_tables: one list of cache block ids a sequence, long enough for context + new tokens.
+    block_tables: one list of cache block ids a sequence, long enough for context + new tokens. `all_logits` asks for logits
+    of every new token, not of each sequence's last alone.
     """
 
     token_ids: Tensor
     query_lens: Sequence[int]
     context_lens: Sequence[int]
     block_tables: Sequence[Sequence[int]]
+    all_logits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The bytes of a token's KV: `elements_per_token` per layer times the width of `dtype`."""
+    """The bytes of a token's KV in a paged cache: `elements` per layer, unpacked, each as wide as `dtype`."""
 
     name: str
     version: int
@@ -40,11 +45,17 @@ class KVLayout:
     dtype: torch.dtype
 
     @property
+    def elements(self) -> int:
+        return math.prod(self.token_shape)
+
+    @property
+    def state(self) -> StateKind:
+        kept_as = NumberFormat(str(self.dtype).removeprefix("torch."), self.dtype.itemsize * 8)
+        return StateKind(self.name, self.num_layers, self.elements, kept_as)
+
+    @property
     def bytes_per_token(self) -> int:
-        elements = 1
-        for size in self.token_shape:
-            elements *= size
-        return self.num_layers * elements * self.dtype.itemsize
+        return int(self.state.bytes_per_token)
 
 
 class PagedKVCache:
@@ -84,8 +95,13 @@ class CausalLM(ABC):
 
     @abstractmethod
     def forward(self, batch: ForwardBatch, cache: PagedKVCache, *, on_layer: Callable[[int], None] | None = None) -> Tensor:
-        """Logits, float32 [sequences, vocab_size], of each sequence's last new token.
+        """Logits, float32 [sequences, vocab_size], of each sequence's last new token, or [new tokens, vocab_size].
 
         Writes the KV of all new tokens into `cache`. `on_layer(i)` is called when layer i's KV is complete for this batch, so
-        that it can be sent while the next layer computes.
+        that it can be sent while the next layer computes; the layer's own attention reads it afterwards.
         """
+
+    def check_context(self, batch: ForwardBatch) -> None:
+        longest = max(c + n for c, n in zip(batch.context_lens, batch.query_lens, strict=True))
+        if longest > self.max_context:
+            raise ValueError(f"a sequence of {longest} tokens exceeds the model's context of {self.max_context}")

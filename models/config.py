@@ -1,18 +1,21 @@
 """The shape of a Llama-like decoder, read from a Hugging Face `config.json` or from GGUF metadata.
 
 Decides nothing but whether a configuration is one that `models.llama` computes exactly; everything else is refused with the
-name of the field, the value found and the values allowed. Rotary scaling follows the two published rules that Llama models
-carry: `linear` (positions divided by a factor) and `llama3` (long wavelengths divided, short ones kept, a ramp between).
+name of the field, the value found and the values allowed. Rotary scaling follows the published rules that Llama models
+carry, `linear` (positions divided by a factor) and `llama3` (long wavelengths divided, short ones kept, a ramp between), and
+yarn (the same with bounds in dimensions, and a larger amplitude; Peng et al. 2023).
 Torch-free.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from models.errors import ModelFileError
+from models.kv_layout import NumberFormat, StateKind, grouped_query
 
 HF_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 GGUF_ARCHITECTURES = {
@@ -21,18 +24,35 @@ GGUF_ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 GQA_LAYOUT_VERSION = 1  # of the cached KV's bytes: raise it when their meaning changes
-_ROPE_TYPES = ("default", "linear", "llama3")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """`kind` is "linear" (only `factor` counts) or "llama3"."""
+    """`kind` is "linear" (only `factor` counts), "llama3" or "yarn".
+
+    Wavelengths that turn less than `low_freq_factor` times in the original context are divided, those that turn more than
+    `high_freq_factor` times are kept. yarn rounds these bounds to whole dimensions if `truncate`, and multiplies cos and sin
+    by `amplitude`.
+    """
 
     kind: str
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_context: int = 8192
+    amplitude: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary positions of the first `dim` of a head's dimensions."""
+
+    dim: int
+    theta: float
+    max_context: int
+    scaling: RopeScaling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +76,21 @@ class ModelConfig:
     output_bias: bool = False
     qk_norm: bool = False
 
+    @property
+    def rope(self) -> Rope:
+        return Rope(self.head_dim, self.rope_theta, self.max_context, self.rope_scaling)
+
+    @property
+    def layout_name(self) -> str:
+        return "gqa"
+
+    @property
+    def layout_version(self) -> int:
+        return GQA_LAYOUT_VERSION
+
+    def kv_states(self, kept_as: NumberFormat) -> tuple[StateKind, ...]:
+        return (grouped_query(self.num_layers, self.num_kv_heads, self.head_dim, kept_as),)
+
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ModelFileError(
@@ -65,7 +100,7 @@ class ModelConfig:
             raise ModelFileError(f"head_dim is {self.head_dim}; rotary embedding needs an even number")
 
 
-class _Fields:
+class Fields:
     """Typed access to a mapping of metadata, with errors that name `source` and field."""
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
@@ -80,6 +115,9 @@ class _Fields:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.error(name, value, "a positive integer")
         return value
+
+    def count_or_none(self, name: str) -> int | None:
+        return None if self._values.get(name) is None else self.count(name)
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self._values.get(name, default)
@@ -100,7 +138,7 @@ class _Fields:
 
 def config_from_hf(values: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
     """The configuration in a Hugging Face `config.json`. Raises `ModelFileError` for what is not computed here."""
-    fields = _Fields(values, source)
+    fields = Fields(values, source)
     architecture = _hf_architecture(fields)
     _refuse_unsupported(fields)
     heads = fields.count("num_attention_heads")
@@ -118,8 +156,8 @@ def config_from_hf(values: Mapping[str, Any], source: str = "config.json") -> Mo
         head_dim=fields.count("head_dim", hidden // heads) if fields.get("head_dim") is not None else hidden // heads,
         max_context=fields.count("max_position_embeddings"),
         norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope_theta=_rope_fields(fields).number("rope_theta", 10000.0),
-        rope_scaling=_rope_scaling(fields),
+        rope_theta=rope_fields(fields).number("rope_theta", 10000.0),
+        rope_scaling=rope_scaling(fields),
         tied_embeddings=fields.flag("tie_word_embeddings", False),
         qkv_bias=qwen2 or attention_bias,
         output_bias=attention_bias and not qwen2,
@@ -127,7 +165,7 @@ def config_from_hf(values: Mapping[str, Any], source: str = "config.json") -> Mo
     )
 
 
-def _hf_architecture(fields: _Fields) -> str:
+def _hf_architecture(fields: Fields) -> str:
     found = fields.get("architectures")
     name = found[0] if isinstance(found, list) and found else None
     if name not in HF_ARCHITECTURES:
@@ -135,7 +173,7 @@ def _hf_architecture(fields: _Fields) -> str:
     return str(name)
 
 
-def _refuse_unsupported(fields: _Fields) -> None:
+def _refuse_unsupported(fields: Fields) -> None:
     if fields.get("hidden_act") not in (None, "silu"):
         raise fields.error("hidden_act", fields.get("hidden_act"), "silu")
     if fields.get("mlp_bias"):
@@ -145,17 +183,17 @@ def _refuse_unsupported(fields: _Fields) -> None:
         raise fields.error("sliding_window", window, "null (attention over the whole context)")
 
 
-def _rope_fields(fields: _Fields) -> _Fields:
+def rope_fields(fields: Fields) -> Fields:
     """Where the rotary fields are: `rope_parameters` in the newer form of config.json, the top level in the older one."""
     nested = fields.get("rope_parameters")
-    return _Fields(nested, "config.json rope_parameters") if isinstance(nested, Mapping) else fields
+    return Fields(nested, "config.json rope_parameters") if isinstance(nested, Mapping) else fields
 
 
-def _rope_scaling(fields: _Fields) -> RopeScaling | None:
+def rope_scaling(fields: Fields) -> RopeScaling | None:
     values = fields.get("rope_parameters") or fields.get("rope_scaling")
     if values is None:
         return None
-    scaling = _Fields(values, "config.json rope scaling")
+    scaling = Fields(values, "config.json rope scaling")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in _ROPE_TYPES:
         raise scaling.error("rope_type", kind, ", ".join(_ROPE_TYPES))
@@ -163,6 +201,8 @@ def _rope_scaling(fields: _Fields) -> RopeScaling | None:
         return None
     if kind == "linear":
         return RopeScaling("linear", scaling.number("factor"))
+    if kind == "yarn":
+        return _yarn(scaling)
     return RopeScaling(
         "llama3",
         factor=scaling.number("factor"),
@@ -170,6 +210,31 @@ def _rope_scaling(fields: _Fields) -> RopeScaling | None:
         high_freq_factor=scaling.number("high_freq_factor"),
         original_context=scaling.count("original_max_position_embeddings"),
     )
+
+
+def _yarn(scaling: Fields) -> RopeScaling:
+    factor = scaling.number("factor")
+    mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if scaling.get("attention_factor") is not None:
+        amplitude = scaling.number("attention_factor")
+    elif mscale and all_dim:
+        amplitude = yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
+    else:
+        amplitude = yarn_mscale(factor, 1.0)
+    return RopeScaling(
+        "yarn",
+        factor=factor,
+        low_freq_factor=scaling.number("beta_slow", 1.0),
+        high_freq_factor=scaling.number("beta_fast", 32.0),
+        original_context=scaling.count("original_max_position_embeddings"),
+        amplitude=amplitude,
+        truncate=scaling.flag("truncate", True),
+    )
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """How much larger attention logits' amplitude gets when the context is stretched by `factor` (yarn, eq. 22)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -204,12 +269,16 @@ def _rope_scaling_to_hf(scaling: RopeScaling) -> dict[str, Any]:
         values["low_freq_factor"] = scaling.low_freq_factor
         values["high_freq_factor"] = scaling.high_freq_factor
         values["original_max_position_embeddings"] = scaling.original_context
+    if scaling.kind == "yarn":
+        values["beta_slow"], values["beta_fast"] = scaling.low_freq_factor, scaling.high_freq_factor
+        values["original_max_position_embeddings"] = scaling.original_context
+        values["attention_factor"], values["truncate"] = scaling.amplitude, scaling.truncate
     return values
 
 
 def config_from_gguf(metadata: Mapping[str, Any], source: str, *, tied_embeddings: bool) -> ModelConfig:
     """The configuration in GGUF metadata. `tied_embeddings`: the file has no separate output matrix."""
-    fields = _Fields(metadata, source)
+    fields = Fields(metadata, source)
     prefix = fields.get("general.architecture")
     if prefix not in GGUF_ARCHITECTURES:
         raise fields.error("general.architecture", prefix, ", ".join(GGUF_ARCHITECTURES))

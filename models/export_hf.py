@@ -12,6 +12,7 @@ from torch import Tensor
 
 from models.cache import write_json
 from models.config import ModelConfig, config_to_hf
+from models.errors import ModelFileError
 from models.folder import find_model
 from models.hf_folder import load_weights
 from models.weights import split_tensors
@@ -22,6 +23,8 @@ _TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.jso
 def export_model(name_or_path: str, target: Path) -> None:
     """Write the named model, weights as float32 and tokenizer, into the folder `target`."""
     folder = find_model(name_or_path)
+    if not isinstance(folder.config, ModelConfig):
+        raise ModelFileError(f"{name_or_path} is a {folder.config.architecture}; export writes the Llama family only")
     export_weights(folder.config, load_weights(folder, torch.device("cpu"), torch.float32), target)
     for name in _TEXT_FILES:
         if (folder.path / name).is_file():

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from models.cache import cache_root, ensure_folder, read_json, sha256_of, write_json
-from models.config import GQA_LAYOUT_VERSION, ModelConfig, config_from_hf
 from models.errors import ModelFileError
+from models.families import DecoderConfig, config_of_folder
 from models.gguf import PREPARED_VERSION, prepare_gguf
+from models.kv_layout import number_format
 from models.pull import DEFAULT_MODEL, SHA256, pull_default_model
 from models.tokenizer import TextTokenizer, load_tokenizer_folder
 
-KV_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+KV_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # of the paged cache, and their number formats
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class ModelFolder:
     name: str
     path: Path
     revision: str
-    config: ModelConfig
+    config: DecoderConfig
     fused: bool
 
 
@@ -66,17 +67,24 @@ def load_card(name_or_path: str, kv_dtype: str = "float32") -> ModelCard:
 
 
 def model_card(folder: ModelFolder, tokenizer: TextTokenizer, kv_dtype: str) -> ModelCard:
-    if kv_dtype not in KV_DTYPE_BYTES:
-        raise ModelFileError(f"kv_dtype is {kv_dtype!r}; allowed: {', '.join(KV_DTYPE_BYTES)}")
+    if kv_dtype not in KV_DTYPES:
+        raise ModelFileError(f"kv_dtype is {kv_dtype!r}; allowed: {', '.join(KV_DTYPES)}")
     config = folder.config
-    elements = 2 * config.num_kv_heads * config.head_dim
+    kept_as = number_format(KV_DTYPES[kv_dtype])
+    states = config.kv_states(kept_as)
     return ModelCard(
         name=folder.name,
         revision=folder.revision,
         max_context=config.max_context,
         vocab_size=config.vocab_size,
-        kv_bytes_per_token=config.num_layers * elements * KV_DTYPE_BYTES[kv_dtype],
-        namespace=(folder.name, folder.revision, tokenizer.fingerprint, kv_dtype, f"gqa-{GQA_LAYOUT_VERSION}"),
+        kv_bytes_per_token=int(sum(state.bytes_per_token for state in states)),
+        namespace=(
+            folder.name,
+            folder.revision,
+            tokenizer.fingerprint,
+            kv_dtype,
+            f"{config.layout_name}-{config.layout_version}",
+        ),
     )
 
 
@@ -91,8 +99,8 @@ def _prepared(name: str, sha256: str, source: Path | None) -> ModelFolder:
     return ModelFolder(name, path, sha256, _folder_config(path), fused=True)
 
 
-def _folder_config(path: Path) -> ModelConfig:
-    return config_from_hf(read_json(path / "config.json"), str(path / "config.json"))
+def _folder_config(path: Path) -> DecoderConfig:
+    return config_of_folder(read_json(path / "config.json"), str(path / "config.json"))
 
 
 def _folder_revision(path: Path) -> str:

@@ -15,8 +15,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from models.cache import read_json
-from models.config import ModelConfig
+from models.deepseek_config import DeepseekConfig
+from models.deepseek_weights import deepseek_shapes, deepseek_tensors
 from models.errors import ModelFileError
+from models.families import DecoderConfig
 from models.folder import ModelFolder
 from models.gguf import FUSED_WEIGHTS
 from models.weights import fused_tensors, tensor_shapes
@@ -55,7 +57,12 @@ def _fused_file(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 def _from_shards(folder: ModelFolder, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     shards = _Shards(folder.path, _shard_index(folder.path))
-    for name, tensor in fused_tensors(folder.config, shards.get, torch.cat):
+    config = folder.config
+    if isinstance(config, DeepseekConfig):
+        fused = deepseek_tensors(config, shards.get)
+    else:
+        fused = fused_tensors(config, shards.get, torch.cat)
+    for name, tensor in fused:
         yield name, tensor.to(dtype)
 
 
@@ -82,8 +89,9 @@ def _open(path: Path) -> Any:  # safe_open has no types
         raise ModelFileError(f"{path} is damaged: {error}") from error
 
 
-def _check_shapes(path: Path, config: ModelConfig, weights: dict[str, Tensor]) -> None:
-    for name, expected in tensor_shapes(config).items():
+def _check_shapes(path: Path, config: DecoderConfig, weights: dict[str, Tensor]) -> None:
+    shapes = deepseek_shapes(config) if isinstance(config, DeepseekConfig) else tensor_shapes(config)
+    for name, expected in shapes.items():
         if name not in weights:
             raise ModelFileError(f"{path}: tensor {name} is missing")
         found = tuple(weights[name].shape)

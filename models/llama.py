@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.base import CausalLM, ForwardBatch, KVLayout, PagedKVCache
-from models.config import GQA_LAYOUT_VERSION, ModelConfig
+from models.config import ModelConfig
 from models.paged_attention import BatchPlan, attend, last_token_plan, plan_batch, write_kv
 from models.rotary import rotary_tables, rotate
 from models.weights import EMBED, FINAL_NORM, HEAD
@@ -47,17 +47,17 @@ class Llama(CausalLM):
         self.vocab_size = config.vocab_size
         self.max_context = config.max_context
         token_shape = (2, config.num_kv_heads, config.head_dim)
-        self.layout = KVLayout("gqa", GQA_LAYOUT_VERSION, config.num_layers, token_shape, kv_dtype)
+        self.layout = KVLayout(config.layout_name, config.layout_version, config.num_layers, token_shape, kv_dtype)
         self._embed = weights[EMBED]
         self._norm = weights[FINAL_NORM]
         self._head = self._embed if config.tied_embeddings else weights[HEAD]
         self._layers = [_layer(weights, i) for i in range(config.num_layers)]
-        self._cos, self._sin = rotary_tables(config, self._embed.device, self._embed.dtype)
+        self._cos, self._sin = rotary_tables(config.rope, self._embed.device, self._embed.dtype)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: PagedKVCache, *, on_layer: Callable[[int], None] | None = None) -> Tensor:
         plan = plan_batch(batch, cache, self._embed.dtype)
-        self._check_context(batch)
+        self.check_context(batch)
         cos, sin = self._cos[plan.positions], self._sin[plan.positions]
         hidden = F.embedding(batch.token_ids.to(self._embed.device), self._embed)
         for index, (layer, kv) in enumerate(zip(self._layers, cache.layers, strict=True)):
@@ -65,16 +65,11 @@ class Llama(CausalLM):
             write_kv(kv, plan.slots, keys, values)
             if on_layer is not None:
                 on_layer(index)
-            if index == len(self._layers) - 1 and len(plan.last_rows) < len(hidden):
+            if index == len(self._layers) - 1 and not batch.all_logits and len(plan.last_rows) < len(hidden):
                 hidden, queries = hidden[plan.last_rows], queries[plan.last_rows]
                 plan = last_token_plan(batch, plan, cache, self._embed.dtype)
             hidden = self._finish_layer(layer, hidden, queries, kv, plan)
         return F.linear(self._normed(hidden, self._norm), self._head).float()
-
-    def _check_context(self, batch: ForwardBatch) -> None:
-        longest = max(c + n for c, n in zip(batch.context_lens, batch.query_lens, strict=True))
-        if longest > self.max_context:
-            raise ValueError(f"a sequence of {longest} tokens exceeds the model's context of {self.max_context}")
 
     def _project(self, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         heads, kv_heads, dim = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim

@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from models.base import CausalLM
+from models.deepseek import Deepseek
+from models.deepseek_config import DeepseekConfig
 from models.errors import ModelFileError
+from models.families import DecoderConfig
 from models.folder import ModelCard, find_model, model_card
 from models.hf_folder import load_weights
 from models.llama import Llama
@@ -32,7 +36,13 @@ def load_model(
     tokenizer = load_tokenizer_folder(folder.path)
     card = model_card(folder, tokenizer, kv_dtype)
     weights = load_weights(folder, torch.device(device), _torch_dtype("dtype", dtype))
-    return LoadedModel(Llama(folder.config, weights, _torch_dtype("kv_dtype", kv_dtype)), tokenizer, card)
+    return LoadedModel(_build(folder.config, weights, _torch_dtype("kv_dtype", kv_dtype)), tokenizer, card)
+
+
+def _build(config: DecoderConfig, weights: dict[str, Tensor], kv_dtype: torch.dtype) -> CausalLM:
+    if isinstance(config, DeepseekConfig):
+        return Deepseek(config, weights, kv_dtype)
+    return Llama(config, weights, kv_dtype)
 
 
 def _torch_dtype(field: str, name: str) -> torch.dtype:

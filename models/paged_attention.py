@@ -31,7 +31,7 @@ class BlockRun:
     index: Tensor | None
 
     def read(self, layer: Tensor) -> Tensor:
-        """[tokens, 2, kv_heads, head_dim] of a layer's cache; a view where possible."""
+        """[tokens, *token_shape] of a layer's cache; a view where possible."""
         if self.first is None:
             assert self.index is not None
             return layer.index_select(0, self.index).flatten(0, 1)[: self.tokens]
@@ -191,15 +191,18 @@ def _attend_chunk(queries: Tensor, layer: Tensor, chunk: ChunkWork) -> Tensor:
     return out[0].transpose(0, 1)
 
 
+def gather_contexts(layer: Tensor, work: DecodeWork) -> Tensor:
+    """[sequences, tokens, *token_shape]: each decoding sequence's context, padded to the longest; a view where possible."""
+    if work.run is not None:
+        return work.run.read(layer)[None]
+    blocks = layer.index_select(0, work.tables)
+    return blocks.view(len(work.rows), -1, *layer.shape[2:])[:, : work.max_tokens]
+
+
 def _attend_decode(queries: Tensor, layer: Tensor, work: DecodeWork) -> Tensor:
     sequences, heads, head_dim = queries.shape
     kv_heads = layer.shape[3]
-    if work.run is not None:
-        kv = work.run.read(layer)[None]
-    else:
-        blocks = layer.index_select(0, work.tables)
-        kv = blocks.view(sequences, -1, *layer.shape[2:])[:, : work.max_tokens]
-    kv = kv.to(queries.dtype).permute(2, 0, 3, 1, 4)
+    kv = gather_contexts(layer, work).to(queries.dtype).permute(2, 0, 3, 1, 4)
     grouped = queries.reshape(sequences, kv_heads, heads // kv_heads, head_dim)
     out = F.scaled_dot_product_attention(grouped, kv[0], kv[1], attn_mask=work.mask)
     return out.reshape(sequences, heads, head_dim)

@@ -11,27 +11,47 @@ import math
 import torch
 from torch import Tensor
 
-from models.config import ModelConfig, RopeScaling
+from models.config import Rope, RopeScaling
 
 
-def rotary_tables(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin, each [max_context, 1, head_dim]; the second axis broadcasts over heads."""
-    steps = torch.arange(0, config.head_dim, 2, dtype=torch.float32)
-    frequencies = 1.0 / (config.rope_theta ** (steps / config.head_dim))
-    if config.rope_scaling is not None:
-        frequencies = _scaled(frequencies, config.rope_scaling)
-    angles = torch.outer(torch.arange(config.max_context, dtype=torch.float32), frequencies)
+def rotary_tables(rope: Rope, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin, each [max_context, 1, dim]; the second axis broadcasts over heads."""
+    steps = torch.arange(0, rope.dim, 2, dtype=torch.float32)
+    frequencies = 1.0 / (rope.theta ** (steps / rope.dim))
+    amplitude = 1.0
+    if rope.scaling is not None:
+        frequencies = _scaled(frequencies, rope, rope.scaling)
+        amplitude = rope.scaling.amplitude
+    angles = torch.outer(torch.arange(rope.max_context, dtype=torch.float32), frequencies)
     angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
-    return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+    return (angles.cos() * amplitude).to(device, dtype), (angles.sin() * amplitude).to(device, dtype)
 
 
-def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+def _scaled(frequencies: Tensor, rope: Rope, scaling: RopeScaling) -> Tensor:
     if scaling.kind == "linear":
         return frequencies / scaling.factor
-    turns = scaling.original_context * frequencies / (2 * math.pi)
-    ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = ramp.clamp(0.0, 1.0)
+    if scaling.kind == "yarn":
+        kept = _yarn_kept(rope, scaling)
+    else:
+        turns = scaling.original_context * frequencies / (2 * math.pi)
+        ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        kept = ramp.clamp(0.0, 1.0)
     return frequencies * (kept + (1.0 - kept) / scaling.factor)
+
+
+def _yarn_kept(rope: Rope, scaling: RopeScaling) -> Tensor:
+    """How much of each frequency is kept: a ramp over dimensions between those that turn often and those that turn seldom."""
+    first, last = (_dimension_of(turns, rope, scaling) for turns in (scaling.high_freq_factor, scaling.low_freq_factor))
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rope.dim - 1)
+    ramp = (torch.arange(rope.dim // 2, dtype=torch.float32) - first) / max(last - first, 1e-3)
+    return 1.0 - ramp.clamp(0.0, 1.0)
+
+
+def _dimension_of(turns: float, rope: Rope, scaling: RopeScaling) -> float:
+    """The (fractional) dimension whose angle goes round `turns` times in the original context."""
+    return rope.dim * math.log(scaling.original_context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

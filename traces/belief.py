@@ -7,14 +7,12 @@ times goes with it. Coefficients may not be negative: a term that would be is le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
 from conductor.core.cost_profile import CostProfile, ResidualQuantiles
-from traces.clusters.profile import ClusterProfile, FirstTokenFrom, Handover
-from traces.service_time import Chunk, DecodeTime, PrefillTime
+from traces.clusters.profile import ClusterProfile, FirstTokenFrom, Handover, LowerTier
+from traces.service_time import DecodeTime, PrefillTime, chunks_of, prompt_s
 
 PROMPT_TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 REUSED_SHARES = (0.0, 0.25, 0.5, 0.75, 0.95)
@@ -44,6 +42,7 @@ def fit_cost_profile(cluster: ClusterProfile) -> CostProfile:
         transfer_bytes_per_s=cluster.network.nic_bytes_per_s,
         tier_bytes_per_s=_tier_speeds(cluster),
         chunk_tokens=cluster.step_tokens,
+        packs_prompts=True,
         first_token_after_handover=cluster.first_token is FirstTokenFrom.DECODE,
         handover_overlaps_prefill=cluster.handover is Handover.STREAMED,
         layer_groups=cluster.layer_groups,
@@ -52,14 +51,9 @@ def fit_cost_profile(cluster: ClusterProfile) -> CostProfile:
     )
 
 
-def chunks_of(prompt: int, reused: int, step_tokens: int) -> list[Chunk]:
-    """The steps of one prompt alone on an engine."""
-    return [(start, min(step_tokens, prompt - start)) for start in range(reused, prompt, step_tokens)]
-
-
 def _measure_prefill(truth: PrefillTime, step_tokens: int) -> tuple[list[tuple[int, int]], Floats]:
     cells = [(prompt, int(prompt * share)) for prompt in PROMPT_TOKENS for share in REUSED_SHARES]
-    times = [sum(truth.step_s([chunk]) for chunk in chunks_of(prompt, reused, step_tokens)) for prompt, reused in cells]
+    times = [prompt_s(truth, prompt, reused, step_tokens) for prompt, reused in cells]
     return cells, np.array(times)
 
 
@@ -99,6 +93,8 @@ def _tier_speeds(cluster: ClusterProfile) -> tuple[float, ...]:
     """Bytes per second by tier, device first."""
     if not cluster.tiers:
         return ()
-    names: Sequence[str] = ("host", "disk", "shared")
-    speed: Callable[[str], float] = lambda name: cluster.tiers[name].bytes_per_s if name in cluster.tiers else 0.0  # noqa
-    return (cluster.network.nic_bytes_per_s, *(speed(name) for name in names))
+    names: tuple[LowerTier, ...] = ("host", "disk", "shared")
+    speeds = {name: cluster.tiers[name].bytes_per_s for name in names if name in cluster.tiers}
+    if "shared" in speeds and cluster.storage is not None:
+        speeds["shared"] = min(speeds["shared"], cluster.storage.nic_bytes_per_s)
+    return (cluster.network.nic_bytes_per_s, *(speeds.get(name, 0.0) for name in names))

@@ -150,6 +150,16 @@ class ServiceTime:
     decode: DecodeTime
 
 
+def chunks_of(prompt: int, reused: int, step_tokens: int) -> list[Chunk]:
+    """The steps of one prompt alone on an engine."""
+    return [(start, min(step_tokens, prompt - start)) for start in range(reused, prompt, step_tokens)]
+
+
+def prompt_s(time: PrefillTime, prompt: int, reused: int, step_tokens: int) -> float:
+    """Seconds of one prompt alone on an engine."""
+    return sum(time.step_s([chunk]) for chunk in chunks_of(prompt, reused, step_tokens))
+
+
 def _tiled(tokens: int, tile_tokens: int) -> int:
     """`tokens` rounded up to whole tiles."""
     return -(-tokens // tile_tokens) * tile_tokens

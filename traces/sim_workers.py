@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from conductor.core.commands import (
     Cancel,
@@ -31,7 +32,7 @@ from conductor.core.events import (
     WorkerJoined,
     WorkerLost,
 )
-from conductor.core.types import FinishReason, Placement, Request, Role, Tier, WorkerId, WorkerSpec
+from conductor.core.types import FinishReason, Placement, Rejection, Request, Role, Tier, WorkerId, WorkerSpec
 from traces.clusters.profile import ClusterProfile, FirstTokenFrom, Handover, LowerTier
 from traces.service_time import ServiceTime
 from traces.sim.cache import BlockCache
@@ -46,6 +47,20 @@ from traces.sim.transfers import BlockMover
 from traces.sim.worker import SimWorker, TierStore
 
 
+class Answers(NamedTuple):
+    """Who hears of the cluster: the scheduler of every event, the watcher of every request that was refused."""
+
+    event: Callable[[Event], None]
+    refused: Callable[[RequestRecord, Rejection], None]
+
+
+class World(NamedTuple):
+    """What no profile says: how late reports come, and the seed of the steps' variation."""
+
+    event_lag_s: float = 0.0
+    seed: int = 0
+
+
 class SimCluster:
     """All workers, the network between them, and the requests that are on their way."""
 
@@ -54,10 +69,8 @@ class SimCluster:
         loop: EventLoop,
         profile: ClusterProfile,
         records: Mapping[str, RequestRecord],
-        deliver: Callable[[Event], None],
-        *,
-        event_lag_s: float = 0.0,
-        seed: int = 0,
+        answers: Answers,
+        world: World,
     ) -> None:
         self.workers: dict[WorkerId, SimWorker] = {}
         self.network = Network(loop, latency_s=profile.network.latency_s, contention=profile.network.contention)
@@ -66,13 +79,13 @@ class SimCluster:
         self._profile = profile
         self._truth: ServiceTime = profile.service_time()
         self._records = records
-        self._deliver = deliver
-        self._event_lag_s = event_lag_s
-        self._seed = seed
+        self._deliver = answers.event
+        self._refused_for_good = answers.refused
+        self._world = world
         self._orders = 0
         self._parents: dict[int, int | None] = {}
         self._shared = self._tier_store("shared", "shared") if "shared" in profile.tiers else None
-        self._mover = BlockMover(loop, self.network, profile, self.workers, deliver, self._parent_of)
+        self._mover = BlockMover(loop, self.network, profile, self.workers, self._deliver, self._parent_of)
         self._handlers: dict[type, Callable[..., None]] = {
             StartPrefill: self._start_prefill,
             StartDecode: self._start_decode,
@@ -90,10 +103,12 @@ class SimCluster:
 
     def join(self, spec: WorkerSpec, epoch: int) -> None:
         """A worker comes to life with an empty cache and says so."""
-        reporter = Reporter(self._loop, spec.id, epoch, self._deliver, lag_s=self._event_lag_s)
+        reporter = Reporter(self._loop, spec.id, epoch, self._deliver, lag_s=self._world.event_lag_s)
         speed = self._profile.network.nic_bytes_per_s
-        pool = BlockCache(self._profile.device_blocks)
+        pool = BlockCache(self._profile.pool_blocks(spec.role))
         worker = SimWorker(spec, reporter, pool, Link(f"{spec.id}:in", speed), Link(f"{spec.id}:out", speed))
+        if self._profile.storage is not None:
+            worker.storage = Link(f"{spec.id}:storage", self._profile.storage.nic_bytes_per_s)
         if spec.role is not Role.DECODE:
             worker.tiers = self._tiers(spec.node)
         if spec.role is Role.COUPLED:
@@ -110,7 +125,9 @@ class SimCluster:
 
     def lose(self, worker_id: WorkerId) -> None:
         """A node dies: its queues, its caches and every transfer from or to it are gone."""
-        worker = self.workers.pop(worker_id)
+        worker = self.workers.pop(worker_id, None)
+        if worker is None:
+            return
         if worker.prefill is not None:
             worker.prefill.kill()
         if worker.decode is not None:
@@ -143,7 +160,7 @@ class SimCluster:
             chunked=profile.chunked_prefill,
             hold_output=coupled is not None,
             step_variation=profile.step_variation,
-            seed=self._seed,
+            seed=self._world.seed,
         )
         gate = None if coupled is None else coupled.lend
         hooks = PrefillHooks(self._prefill_started, self._prefilled, self._refused, gate)
@@ -194,7 +211,9 @@ class SimCluster:
 
     def _reject(self, command: Reject) -> None:
         rejection = command.rejection
-        self._records[rejection.request_id].rejection = rejection
+        record = self._records[rejection.request_id]
+        record.rejection = rejection
+        self._refused_for_good(record, rejection)
         job = self.jobs.pop(rejection.request_id, None)
         if job is not None:
             self._abandon(job)

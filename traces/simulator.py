@@ -7,7 +7,7 @@ never the ground truth, nor a request's true output length beyond the limit that
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,15 +15,17 @@ from conductor.core.commands import Command
 from conductor.core.config import SchedulerConfig
 from conductor.core.events import Event, RequestArrived, Tick
 from conductor.core.scheduler import Scheduler
-from conductor.core.types import InvariantError, Request, Role, Tier, WorkerId, WorkerSpec
+from conductor.core.types import InvariantError, Rejection, Request, Role, Tier, WorkerId, WorkerSpec
 from traces.belief import fit_cost_profile
 from traces.clusters.profile import ClusterProfile
 from traces.outcomes import RunResult
 from traces.schema import TraceRequest
+from traces.sim.hindsight import Hindsight
 from traces.sim.job import RequestRecord
 from traces.sim.loop import At, EventLoop
 from traces.sim.results import collect
-from traces.sim_workers import SimCluster
+from traces.sim.watch import Watch
+from traces.sim_workers import Answers, SimCluster, World
 
 MAX_TICKS_AT_ONCE = 1000
 Observer = Callable[[float, Event, Sequence[Command]], None]
@@ -37,10 +39,18 @@ class Outage:
     lost_s: float
     back_s: float | None = None
 
+    def __post_init__(self) -> None:
+        if self.back_s is not None and not self.back_s > self.lost_s:
+            raise ValueError(f"back_s is {self.back_s}; allowed: a time after lost_s, {self.lost_s}")
+
 
 @dataclass(frozen=True, slots=True)
 class SimulationOptions:
-    """What is simulated: the cluster, the decisions, and the world's accidents."""
+    """What is simulated: the cluster, the decisions, and the world's accidents.
+
+    `load_reports_s` is how often workers report their load; None is never, since nothing runs on a simulated worker that its
+    scheduler has not sent there.
+    """
 
     cluster: ClusterProfile
     prefill_workers: int = 8
@@ -49,6 +59,7 @@ class SimulationOptions:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speed: float = 1.0
     event_lag_s: float = 0.0
+    load_reports_s: float | None = None
     outages: tuple[Outage, ...] = ()
 
     def __post_init__(self) -> None:
@@ -56,6 +67,8 @@ class SimulationOptions:
             raise ValueError(f"speed is {self.speed}; allowed: a number above 0")
         if self.event_lag_s < 0:
             raise ValueError(f"event_lag_s is {self.event_lag_s}; allowed: a number of at least 0")
+        if self.load_reports_s is not None and not self.load_reports_s > 0:
+            raise ValueError(f"load_reports_s is {self.load_reports_s}; allowed: a number above 0, or None")
         for name in ("prefill_workers", "decode_workers", "coupled_workers"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed: an integer of at least 0")
@@ -86,15 +99,29 @@ class Simulation:
         self.loop = EventLoop()
         self.records: dict[str, RequestRecord] = {}
         self.scheduler = Scheduler(options.scheduler)
-        self.cluster = SimCluster(self.loop, options.cluster, self.records, self._deliver, event_lag_s=options.event_lag_s)
+        answers = Answers(self._deliver, self._refused)
+        world = World(options.event_lag_s, options.scheduler.seed)
+        self.cluster = SimCluster(self.loop, options.cluster, self.records, answers, world)
+        slo = options.scheduler.slo
+        self.watch = Watch(
+            self.loop,
+            options.cluster.service_time(),
+            self.cluster.workers,
+            self.records,
+            slo,
+            options.load_reports_s,
+        )
+        self.hindsight = Hindsight(options.cluster, self.cluster.workers, self.watch, slo)
         self._observer = observer
         self._inbox: deque[Event] = deque()
         self._tick_s: float | None = None
         self._last_tick_s = -1.0
         self._ticks_now = 0
+        self._lives: Counter[str] = Counter()
         self._specs = {spec.id: spec for spec in worker_specs(options)}
         for spec in self._specs.values():
             self.cluster.join(spec, epoch=1)
+            self._lives[spec.id] = 1
         for outage in options.outages:
             self._plan_outage(outage)
 
@@ -119,7 +146,11 @@ class Simulation:
     def run(self) -> None:
         """Let virtual time pass until nothing is left to happen."""
         self._drain()
+        self.watch.start()
         self.loop.run(self._drain)
+
+    def _refused(self, record: RequestRecord, rejection: Rejection) -> None:
+        self.hindsight.note(record, rejection, self.loop.now)
 
     def _deliver(self, event: Event) -> None:
         self._inbox.append(event)
@@ -160,10 +191,11 @@ class Simulation:
     def _plan_outage(self, outage: Outage) -> None:
         if outage.worker not in self._specs:
             raise ValueError(f"outage of {outage.worker!r}; allowed: one of {', '.join(self._specs)}")
+        self._lives[outage.worker] += 1
         self.loop.at(outage.lost_s, At.COMPLETION, self.cluster.lose, outage.worker)
         if outage.back_s is not None:
             spec = self._specs[outage.worker]
-            self.loop.at(outage.back_s, At.COMPLETION, self.cluster.join, spec, 2)
+            self.loop.at(outage.back_s, At.COMPLETION, self.cluster.join, spec, self._lives[outage.worker])
 
 
 def worker_specs(options: SimulationOptions) -> list[WorkerSpec]:
@@ -180,7 +212,7 @@ def worker_specs(options: SimulationOptions) -> list[WorkerSpec]:
             role=role,
             node=f"{role}-{number:03d}",
             profile=profile,
-            capacity_blocks={Tier.DEVICE: options.cluster.device_blocks},
+            capacity_blocks={Tier.DEVICE: options.cluster.pool_blocks(role)},
             nic_bytes_per_s=options.cluster.network.nic_bytes_per_s,
             max_batch=options.cluster.max_batch,
         )

@@ -109,10 +109,11 @@ def _cache(measured: Sequence[RequestOutcome], completed: Sequence[RequestOutcom
     known = [(o.reused_tokens, o.input_tokens) for o in completed if o.reused_tokens is not None]
     avoided = sum(reused for reused, _ in known)
     prompted = sum(tokens for _, tokens in known)
-    judged = [o.falsely_rejected for o in measured if o.falsely_rejected is not None]
+    verdicts = [o.falsely_rejected for o in measured if o.status is OutcomeStatus.REJECTED]
+    judged = [verdict for verdict in verdicts if verdict is not None]
     return {
         "token_hit_ratio": avoided / prompted if prompted else None,
         "prefill_tokens_avoided": avoided if known else None,
         "wasted_prefill_tokens": sum(o.wasted_prefill_tokens for o in measured),
-        "false_rejections": sum(judged) if judged else None,
+        "false_rejections": sum(judged) if judged or not verdicts else None,
     }

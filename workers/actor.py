@@ -71,7 +71,7 @@ class WorkerActor(ABC):
         self._channels = OutputChannels(config.max_unread_outputs)
         self._reporter = Reporter(config.worker_id, self.cache, self._load, config.report_interval_s)
         self._offers: dict[str, list[int]] = {}
-        self._ended: OrderedDict[JobKey, None] = OrderedDict()
+        self._ended: OrderedDict[JobKey, bool] = OrderedDict()  # whether it ended in the ordinary way
         self._tasks: set[asyncio.Task[Any]] = set()
         self._wake = asyncio.Event()
         self._started = False
@@ -264,9 +264,9 @@ class WorkerActor(ABC):
     def _emit(self, job: GenerationJob, output: TokenOutput) -> bool:
         return self._channels.put(job.channel, output)
 
-    def _end(self, key: JobKey) -> None:
-        """Never take this attempt again."""
-        self._ended[key] = None
+    def _end(self, key: JobKey, *, done: bool = False) -> None:
+        """Never take this attempt again. `done`: it was taken here and went its way, so a repeated call is harmless."""
+        self._ended[key] = done or self._ended.get(key, False)
         if len(self._ended) > MAX_REMEMBERED_ENDS:
             self._ended.popitem(last=False)
 

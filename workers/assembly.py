@@ -34,7 +34,7 @@ PROBE = KVDescriptor("probe", 1, "uint8", (1,), num_layers=1, block_tokens=1, la
 
 @dataclass(frozen=True, slots=True)
 class WorkerParts:
-    """`root_of(tenant)` is the hash that the first block of a tenant's prompt chains to."""
+    """`root_of(domain)` is the hash that the first block of a prompt of a cache domain chains to."""
 
     engine: Engine
     transport: KVTransport
@@ -57,7 +57,7 @@ def build_parts(config: WorkerConfig) -> WorkerParts:
         transport=make_transport(config.transport, engine.cache.kv, config.link),
         profile=config.profile or measured_profile(config, loaded, engine.cache),
         model_name=loaded.card.name,
-        root_of=lambda tenant: KVNamespace(namespace, config.block_tokens, salt=tenant).seed,
+        root_of=lambda domain: KVNamespace(namespace, config.block_tokens, salt=domain).seed,
     )
 
 

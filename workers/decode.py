@@ -80,6 +80,7 @@ class DecodeWorker(WorkerActor):
             return
         if incoming.accepting is None:
             incoming.accepting = self._spawn(self._accept(incoming, first, parts))
+            incoming.accepting.add_done_callback(_take_error)  # also when the caller is gone
         await asyncio.wait((incoming.accepting,))
         if incoming.accepting.cancelled():
             raise HandoverRefused("this worker is shutting down")
@@ -115,17 +116,19 @@ class DecodeWorker(WorkerActor):
     # --- hand-overs ---------------------------------------------------------------------------------------------------
 
     def _open(self, job: GenerationJob) -> Incoming | None:
-        """The hand-over of this attempt; None when it is here already or over."""
+        """The hand-over of this attempt; None when it has been taken already. Raises `HandoverRefused`."""
         key = job_key(job)
-        if key in self._running or key in self._waiting or key in self._ended:
+        if key in self._running or key in self._waiting or self._ended.get(key, False):
             return None
+        if key in self._ended:
+            raise HandoverRefused("the request was cancelled or given up here")
         lease_end_s = asyncio.get_running_loop().time() + self.config.lease_s
         incoming = self._incoming.get(key)
         if incoming is None:
             problem = refusal(job, self.engine)
             if problem is not None:
                 raise HandoverRefused(problem)
-            incoming = Incoming(job, prompt_of(job, self._parts.root_of(job.request.tenant)), lease_end_s)
+            incoming = Incoming(job, prompt_of(job, self._parts.root_of(job.request.cache_domain)), lease_end_s)
             incoming.reserving = self._spawn(self._receiver.reserve(incoming, self._may_let_in))
             self._incoming[key] = incoming
         incoming.deadline_s = lease_end_s
@@ -152,6 +155,7 @@ class DecodeWorker(WorkerActor):
         self._wake.set()
 
     async def _drop(self, incoming: Incoming) -> None:
+        incoming.dropped = True  # at once: its acceptance may be the next to run
         self._incoming.pop(job_key(incoming.job), None)
         sequence = await asyncio.shield(self._spawn(self._receiver.settle(incoming)))
         if sequence is not None:
@@ -273,7 +277,12 @@ class DecodeWorker(WorkerActor):
         """Give back all that a request holds here, and never take this attempt again."""
         self._running.pop(active.key, None)
         self._waiting.pop(active.key, None)
-        self._end(active.key)
+        self._end(active.key, done=True)
         if active.holds_blocks:
             self.engine.finish(active.sequence)
         self._receiver.blocks_freed()
+
+
+def _take_error(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        task.exception()

@@ -26,7 +26,7 @@ class HandoverRefused(Exception):
 
 @dataclass(slots=True)
 class Incoming:
-    """One hand-over. `deadline_s` (event loop time) moves on with every part; `dropped` ends it."""
+    """One hand-over. `deadline_s` (event loop time) moves on with every part; once `dropped`, it takes nothing more."""
 
     job: GenerationJob
     prompt: Prompt
@@ -99,8 +99,7 @@ class Receiver:
         self._engine.receive(sequence, part.first_block, arrays)
 
     async def settle(self, incoming: Incoming) -> KVSequence | None:
-        """Stop a hand-over and wait until nothing writes any more; the sequence whose blocks are to be given back."""
-        incoming.dropped = True
+        """Wait until nothing writes into a dropped hand-over any more; the sequence whose blocks are to be given back."""
         if incoming.reserving is not None:
             incoming.reserving.cancel()
             await asyncio.gather(incoming.reserving, return_exceptions=True)

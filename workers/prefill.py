@@ -38,7 +38,8 @@ class DecodeCallFailed(Exception):
 
 @dataclass(slots=True)
 class _Entry:
-    """One job from acceptance until its blocks are released. `parts` are offers under way or made, in block order."""
+    """One job from acceptance until its blocks are released. `parts` are offers under way or made; `delivered` are
+    the first blocks of those that the decode worker has."""
 
     job: GenerationJob
     placement: Placement
@@ -51,6 +52,7 @@ class _Entry:
     compute_s: float = 0.0
     sent_blocks: int = 0
     parts: list[asyncio.Task[HandoverPart]] = field(default_factory=list)
+    delivered: set[int] = field(default_factory=set)
     decode_known: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
@@ -87,7 +89,7 @@ class PrefillWorker(WorkerActor):
         if problem is not None:
             self._fail(job, problem)
             return
-        entry = _Entry(job, placement, prompt_of(job, self._parts.root_of(job.request.tenant)))
+        entry = _Entry(job, placement, prompt_of(job, self._parts.root_of(job.request.cache_domain)))
         if decode is not None and placement.decode is not None:
             entry.choose(placement.decode, decode)
         self._entries[key] = entry
@@ -231,8 +233,18 @@ class PrefillWorker(WorkerActor):
         """Publish some blocks, and let the decode worker fetch them if it is known already."""
         part = await self._publish_part(entry, start, stop)
         if entry.decode is not None and not entry.cancelled:
-            self._spawn(quietly(entry.decode.receive_parts.remote(entry.job, entry.placement, [part])))
+            self._spawn(self._deliver_early(entry, entry.decode, part))
         return part
+
+    async def _deliver_early(self, entry: _Entry, decode: Any, part: HandoverPart) -> None:
+        """A part that the decode worker has is not offered any longer; one that it did not take is sent again at the end."""
+        try:
+            await decode.receive_parts.remote(entry.job, entry.placement, [part])
+        except Exception as error:
+            logger.info("an early part of request %s was not taken: %s", entry.job.request.id, failure_text(error))
+        else:
+            entry.delivered.add(part.first_block)
+            self.transport.release(part.ticket.id)
 
     async def _publish_part(self, entry: _Entry, start: int, stop: int) -> HandoverPart:
         assert entry.sequence is not None
@@ -260,21 +272,30 @@ class PrefillWorker(WorkerActor):
         assert entry.decode is not None
         entry.parts.append(self._spawn(self._publish_part(entry, entry.sent_blocks, len(entry.sequence.table))))
         parts = [await asyncio.shield(part) for part in entry.parts]
+        missing = [await self._renewed(entry, part) for part in parts if part.first_block not in entry.delivered]
         try:
-            await entry.decode.accept_handover.remote(entry.job, entry.placement, first, parts)
+            await entry.decode.accept_handover.remote(entry.job, entry.placement, first, missing)
         except Exception as error:
             raise DecodeCallFailed(failure_text(error)) from error
+
+    async def _renewed(self, entry: _Entry, part: HandoverPart) -> HandoverPart:
+        """The part, offered once more if much of its lease has passed."""
+        if part.ticket.expires_s - time.time() > self.config.lease_s / 2:
+            return part
+        entry.parts.append(self._spawn(self._publish_part(entry, part.first_block, part.first_block + part.ticket.blocks)))
+        return await asyncio.shield(entry.parts[-1])
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
     async def _abandon(self, entry: _Entry) -> None:
-        """Stop a job wherever it is; if it is computing, its loop lets go of it after the current chunk."""
+        """Stop a job wherever it is; if it is computing, the loop lets go of it after the current chunk."""
         entry.cancelled = True
         if entry.task is not None:
             entry.task.cancel()
-        if entry in self._queue:
-            self._queue.remove(entry)
-            await self._let_go(entry)
+        if entry is not self._computing:
+            if entry in self._queue:
+                self._queue.remove(entry)
+            await self._let_go(entry)  # not left to the task, which may be cancelled before its first step
 
     async def _let_go(self, entry: _Entry) -> None:
         """Release blocks and offers, once no transfer thread reads them any more. Again changes nothing.

@@ -98,12 +98,12 @@ class Profiler:
             chunk_tokens=self.chunk_tokens,
         )
 
-    def load_or_measure(self, model_revision: str, dtype: str = "float32") -> FittedProfile:
-        """The remembered profile of this model on this machine, measured if there is none. Workers that start at once on one
-        machine measure once: the first does, the others wait."""
+    def load_or_measure(self, model_revision: str, dtype: str = "float32", *, fresh: bool = False) -> FittedProfile:
+        """The remembered profile of this model on this machine, measured if there is none or if `fresh` asks for it. Workers
+        that start at once on one machine measure once: the first does, the others wait."""
         key = self.key(model_revision, dtype)
         with locked(key.path.with_suffix(".lock")):
-            known = load_profile(key)
+            known = None if fresh else load_profile(key)
             if known is not None:
                 return known
             samples = self.measure()

@@ -3,7 +3,8 @@
 Every report carries its source, the source's life (epoch) and a sequence number without gaps. A repeated or older stamp changes
 nothing; a new epoch forgets everything the old one claimed; a gap asks for a snapshot, and until that comes only removals are
 believed, since a removal never makes a claim false, and the index trusts no closure, since a removal may have been lost.
-Reports of a source that is known to be dead are ignored for ever.
+Reports of a source that has not joined, or is known to be dead, are ignored: nobody could fetch from it, and nobody would say
+when its claims end.
 """
 
 from __future__ import annotations
@@ -54,8 +55,7 @@ class BlockReports:
         """Forget everything that a source claimed, and never listen to that life again."""
         self._forget(source)
         self._logs.pop(source, None)
-        self._dead.pop(source, None)
-        self._dead[source] = epoch
+        self._dead[source] = max(epoch, self._dead.pop(source, epoch))
         if len(self._dead) > MAX_REMEMBERED_DEATHS:
             del self._dead[next(iter(self._dead))]
 
@@ -87,10 +87,8 @@ class BlockReports:
 
     def snapshot(self, event: IndexSnapshot, now: float) -> list[Command]:
         stamp = event.stamp
-        if not self.joined(stamp.source, stamp.epoch):
-            return []
-        log = self._logs[stamp.source]
-        if stamp.epoch < log.epoch or (stamp.seq <= log.seq and log.asked_s is None and log.seq > 0):
+        log = self._living(stamp)
+        if log is None or (stamp.seq <= log.seq and log.asked_s is None and log.seq > 0):
             return []
         self.version += 1
         fresh = {self._holder(stamp.source, tier, log): blocks for tier, blocks in event.blocks.items()}
@@ -135,12 +133,8 @@ class BlockReports:
 
     def _follow(self, stamp: Stamp, now: float) -> tuple[SourceLog | None, list[Command]]:
         """The log to apply an event to, or None when it must not be applied; and what to ask for."""
-        if stamp.epoch <= self._dead.get(stamp.source, -1):
-            return None, []
-        log = self._logs.get(stamp.source)
-        if log is None or stamp.epoch > log.epoch:
-            log = self._restart(stamp.source, stamp.epoch)
-        if stamp.epoch < log.epoch or stamp.seq <= log.seq:
+        log = self._living(stamp)
+        if log is None or stamp.seq <= log.seq:
             return None, []
         log.highest_seq = max(log.highest_seq, stamp.seq)
         if log.asked_s is not None:
@@ -149,6 +143,13 @@ class BlockReports:
             return None, self._ask(stamp.source, log, now)
         log.seq = stamp.seq
         return log, []
+
+    def _living(self, stamp: Stamp) -> SourceLog | None:
+        """The log of the life that speaks, begun here if it is a later one; None if it is over or nobody has joined."""
+        log = self._logs.get(stamp.source)
+        if log is None or stamp.epoch < log.epoch:
+            return None
+        return log if stamp.epoch == log.epoch else self._restart(stamp.source, stamp.epoch)
 
     def _uncertain(self, stamp: Stamp) -> SourceLog | None:
         """The log of a source that awaits its snapshot, for events that can only take claims away."""

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from conductor.core.decode_pool import DecodePool
-from conductor.core.prefill_pool import PrefillPool
+from conductor.core.prefill_pool import PrefillPool, tier_bytes_per_s
 from conductor.core.prefix_index import PrefixIndex
+from conductor.core.trust import Trust
 from conductor.core.types import Holder, InvariantError, Role, Tier, WorkerId, WorkerSpec
 
 SHARED_STORE = "shared"
+LOWER_TIERS = {Tier.HOST: "host_slot", Tier.DISK: "disk_slot", Tier.SHARED: "shared_slot"}
+"""The tiers that a worker restores from, with the column of their index slots."""
+
 EMPTY = Holder("", Tier.DEVICE)
 """A holder that never holds anything: the slot of a tier that a worker does not have."""
 
@@ -39,6 +44,7 @@ class ClusterView:
         self._index = index
         self._flows: dict[Flow, int] = {}
         self._flows_out: dict[str, int] = {}
+        self._tier_bytes_per_s: dict[Holder, float] = {}
         self._empty_slot = index.add(EMPTY)
 
     def join(self, spec: WorkerSpec, epoch: int) -> None:
@@ -46,14 +52,16 @@ class ClusterView:
         self.specs[spec.id] = spec
         slot = self.know_holder(Holder(spec.id, Tier.DEVICE))
         if spec.role is not Role.DECODE:
-            tiers = {Tier.HOST: "host_slot", Tier.DISK: "disk_slot", Tier.SHARED: "shared_slot"}
             slots = {
                 name: self.know_holder(self.holder(spec.id, tier)) if tier in spec.capacity_blocks else self._empty_slot
-                for tier, name in tiers.items()
+                for tier, name in LOWER_TIERS.items()
             }
             self.prefill.join(spec, {"slot": slot, **slots})
         if spec.role is not Role.PREFILL:
             self.decode.join(spec, slot)
+        for tier in spec.capacity_blocks.keys() & LOWER_TIERS.keys():
+            self._tier_bytes_per_s[self.holder(spec.id, tier)] = tier_bytes_per_s(spec, tier)
+        self._list_lower_holders()
         self._restore_flow_counts(spec.id)
 
     def leave(self, worker: WorkerId) -> None:
@@ -67,6 +75,7 @@ class ClusterView:
         if not any(other.node == spec.node for other in self.specs.values()):
             self.forget_holder(Holder(spec.node, Tier.HOST))
             self.forget_holder(Holder(spec.node, Tier.DISK))
+        self._list_lower_holders()
 
     def drain(self, worker: WorkerId) -> None:
         for pool in (self.prefill, self.decode):
@@ -85,6 +94,7 @@ class ClusterView:
         slot = self._slot_of_holder.pop(holder, None)
         if slot is not None:
             del self.holder_of_slot[slot]
+            self._tier_bytes_per_s.pop(holder, None)
             self._index.discard(holder)
 
     def flows_out(self, owner: str) -> int:
@@ -100,6 +110,31 @@ class ClusterView:
         """Line rate of the link on which an owner of blocks sends; an owner without one of its own is not the bottleneck."""
         spec = self.specs.get(owner)
         return math.inf if spec is None or spec.nic_bytes_per_s is None else spec.nic_bytes_per_s
+
+    def source_bytes_per_s(self, holder: Holder) -> float:
+        """How fast a holder of blocks can send: a device pool by its worker's card, a lower tier by its own channel."""
+        if holder.tier is Tier.DEVICE:
+            return self.nic_bytes_per_s(holder.owner)
+        return self._tier_bytes_per_s.get(holder, math.inf)
+
+    def describe(self, now: float, trust: Trust) -> dict[WorkerId, dict[str, Any]]:
+        """What is believed of each worker, as JSON values."""
+        described: dict[WorkerId, dict[str, Any]] = {}
+        for worker in sorted(self.specs):
+            values = described[worker] = {}
+            if worker in self.prefill:
+                pool, row = self.prefill, self.prefill.row[worker]
+                values |= {"trust": trust.level(worker).value, "kept_claims": trust.share(worker)}
+                values |= {"prefill_queue_s": pool.worker_queue_s(worker, now), "prefill_jobs": int(pool.jobs[row])}
+                values |= {"prefill_correction": float(pool.correction[row])}
+                values |= {"prefill_calibrated": bool(pool.calibrated_until_s[row] >= now)}
+            if worker in self.decode:
+                decode, row = self.decode, self.decode.row[worker]
+                values |= {"decode_requests": int(decode.active_batch[row] + decode.incoming_batch[row])}
+                values |= {"decode_reserved_blocks": int(decode.reserved_blocks[row])}
+                values |= {"decode_correction": float(decode.correction[row])}
+                values |= {"decode_calibrated": bool(decode.calibrated_until_s[row] >= now)}
+        return described
 
     def check(self) -> None:
         self.prefill.check()
@@ -118,6 +153,16 @@ class ClusterView:
             slot = self._slot_of_holder[holder] = self._index.add(holder)
             self.holder_of_slot[slot] = holder
         return slot
+
+    def _list_lower_holders(self) -> None:
+        pool = self.prefill
+        self.prefill.lower_holders = tuple(
+            self.holder(worker, tier) if tier in pool.specs[worker].capacity_blocks else EMPTY
+            for tier in LOWER_TIERS
+            for worker in pool.ids
+        )
+        if all(holder is EMPTY for holder in pool.lower_holders):
+            pool.lower_holders = ()
 
     def _count(self, flow: Flow, step: int) -> None:
         self._flows[flow] = self._flows.get(flow, 0) + step

@@ -28,11 +28,12 @@ class QueueConfig:
 
     dispatch_ahead_s: float = 0.005
     burst_window_s: float = 0.0
-    aging: float = 0.05
+    aging: float = 0.03
     max_wait_s: float = 30.0
     priority_step_s: float = 1.0
     max_requests: int | None = None
     look_ahead: int = 64
+    pack_backlog: float = 1.0  # requests waiting per worker beyond which short prompts share an engine step
     orphan_wait_s: float = 30.0  # how long an interrupted request may wait for any worker to come back
 
 

@@ -33,8 +33,8 @@ class CostProfile:
     `prefill_*` are c0 (s), c1 (s/token), c2 (s/token^2). A decode step takes
     `decode_base_s + decode_per_sequence_s * batch + decode_per_context_token_s * context_tokens`.
     `chunk_tokens` is the longest run of new tokens that the worker computes in one step; longer prompts pay c0 again for
-    every further step. `first_token_after_handover` tells that the first token leaves the decode worker, after transfer
-    and one decode step, rather than the prefill worker.
+    every further step. `packs_prompts` tells that one step may compute several prompts. `first_token_after_handover` tells
+    that the first token leaves the decode worker, after transfer and one decode step, rather than the prefill worker.
     """
 
     prefill_base_s: float
@@ -49,6 +49,7 @@ class CostProfile:
     transfer_bytes_per_s: float = float("inf")
     tier_bytes_per_s: tuple[float, ...] = ()
     chunk_tokens: int | None = None
+    packs_prompts: bool = False
     first_token_after_handover: bool = False
     handover_overlaps_prefill: bool = True
     layer_groups: int = 1

@@ -8,6 +8,7 @@ until it is confirmed, given up or expired (I11).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -51,12 +52,14 @@ class ExpectedPrefixes:
     def __init__(self) -> None:
         self._roots: dict[BlockHash, _Node] = {}
         self._chains: dict[int, dict[BlockHash, _Chain]] = {}
+        self._due_s = math.inf  # no chain expires before
 
     def __bool__(self) -> bool:
         return bool(self._roots)
 
     def add(self, slot: int, blocks: Sequence[BlockHash], until_s: float) -> None:
         """Expect the chain `blocks`, from its root on, at a slot."""
+        self._due_s = min(self._due_s, until_s)
         chains = self._chains.setdefault(slot, {})
         chain = chains.get(blocks[-1])
         if chain is not None:
@@ -96,9 +99,13 @@ class ExpectedPrefixes:
             self.confirm(slot, last)
 
     def expire(self, now: float) -> None:
+        """Drop the chains whose time has passed. Costs nothing until one's may have."""
+        if now <= self._due_s:
+            return
         for slot, chains in list(self._chains.items()):
             for last in [last for last, chain in chains.items() if chain.until_s < now]:
                 self.confirm(slot, last)
+        self._due_s = min((c.until_s for chains in self._chains.values() for c in chains.values()), default=math.inf)
 
     def depths(self, hashes: Sequence[BlockHash]) -> Iterator[tuple[int, int]]:
         """(slot, depth) of every slot that expects a prefix of `hashes`; of several for one slot, the last is the deepest."""
@@ -147,9 +154,7 @@ class ExpectedPrefixes:
         """Drop the first node on the way that no chain runs through any more, with all that is below it."""
         siblings, depth = self._roots, 0
         while depth < len(blocks):
-            node = siblings.get(blocks[depth])
-            if node is None:
-                return
+            node = siblings[blocks[depth]]
             if not node.slots:
                 del siblings[blocks[depth]]
                 return

@@ -23,6 +23,7 @@ from sortedcontainers import SortedKeyList
 from conductor.core.cluster_view import ClusterView
 from conductor.core.config import QueueConfig
 from conductor.core.placement import Choice, Policy, Situation
+from conductor.core.prefill_pool import PrefillPool
 from conductor.core.requests import RequestState
 from conductor.core.types import InvariantError, RequestId
 from conductor.core.worker_table import FloatArray
@@ -37,6 +38,7 @@ class Waiting:
     state: RequestState
     key: float
     number: int
+    work_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,28 @@ class Turn:
     state: RequestState
     situation: Situation
     choice: Choice
+
+
+class OpenSteps:
+    """The engine steps that this pass has begun to fill: several short prompts computed in one step pay its fixed cost once.
+
+    Worth it only while others wait (`crowded`): whoever shares a step is done no earlier than the whole of it.
+    """
+
+    def __init__(self, pool: PrefillPool, crowded: bool) -> None:
+        self._room: dict[int, float] = {}
+        self._pool = pool
+        self._crowded = crowded
+
+    def join(self, row: int, new_tokens: float) -> None:
+        if self._crowded and self._pool.packs_prompts[row]:
+            self._room[row] = self._room.get(row, float(self._pool.chunk_tokens[row])) - new_tokens
+
+    def has_room(self, row: int, new_tokens: float) -> bool:
+        return self._room.get(row, 0.0) >= new_tokens
+
+    def any_room(self) -> bool:
+        return any(room > 0.0 for room in self._room.values())
 
 
 class LateBinding:
@@ -65,10 +89,16 @@ class LateBinding:
         self._entries: dict[RequestId, Waiting] = {}
         self._order: SortedKeyList[Waiting] = SortedKeyList(key=lambda entry: (entry.key, entry.number))
         self._numbers = 0
+        self.work_s = 0.0  # of all who wait
         self._due_s = math.inf
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    @property
+    def load(self) -> tuple[int, float]:
+        """How many wait, and for how many seconds of work."""
+        return len(self), self.work_s
 
     @property
     def full(self) -> bool:
@@ -79,7 +109,8 @@ class LateBinding:
         self._numbers += 1
         config, priority = self._config, int(state.request.priority)
         key = work_s + config.aging * state.arrived_s + config.priority_step_s * priority
-        entry = self._entries[state.request.id] = Waiting(state, key, self._numbers)
+        entry = self._entries[state.request.id] = Waiting(state, key, self._numbers, work_s)
+        self.work_s += work_s
         self._order.add(entry)
         self._due_s = min(self._due_s, now + config.burst_window_s)
 
@@ -87,6 +118,7 @@ class LateBinding:
         entry = self._entries.pop(request_id, None)
         if entry is not None:
             self._order.remove(entry)
+            self.work_s = self.work_s - entry.work_s if self._entries else 0.0
 
     def next_deadline(self) -> float:
         return self._due_s if self._entries else math.inf
@@ -101,24 +133,27 @@ class LateBinding:
             return
         self._due_s = math.inf
         booked_s = np.zeros(len(self._view.prefill))
+        steps = OpenSteps(self._view.prefill, len(self) > self._config.pack_backlog * len(booked_s))
         for entry in list(islice(self._in_order(now), self._config.look_ahead)):
-            if not self._someone_is_free(now):
+            if not (self._someone_is_free(now) or steps.any_room()):
                 break
-            turn = self._look_at(entry.state, now, booked_s)
+            turn = self._look_at(entry.state, now, booked_s, steps)
             if turn is not None:
                 self.remove(entry.state.request.id)
                 yield turn
         self._due_s = min(self._due_s, self._next_idle_s(now))
 
-    def _look_at(self, state: RequestState, now: float, booked_s: FloatArray) -> Turn | None:
+    def _look_at(self, state: RequestState, now: float, booked_s: FloatArray, steps: OpenSteps) -> Turn | None:
         situation = self._assess(state, now, booked_s)
         choice = None if situation is None else self._policy(situation)
         if situation is None or choice is None:
             return None
         table, row = choice.candidates, choice.row
-        if table.queue_s[row] > self._config.dispatch_ahead_s:
+        new_tokens = situation.request.prompt_tokens - table.local_tokens[row] - table.fetched_tokens[row]
+        if table.queue_s[row] > self._config.dispatch_ahead_s and not steps.has_room(row, new_tokens):
             booked_s[row] += table.prefill_s[row] + table.transfer_s[row]
             return None
+        steps.join(row, new_tokens)
         return Turn(state, situation, choice)
 
     def _in_order(self, now: float) -> Iterator[Waiting]:

@@ -22,7 +22,10 @@ from conductor.core.worker_table import BoolArray, FloatArray, WorkerTable
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """One request and everything that a policy may know. `sequence` counts decisions; `waiting` requests are queued behind."""
+    """One request and everything that a policy may know.
+
+    `sequence` counts decisions; `waiting` requests are queued behind, `backlog_s` seconds of work a prefill worker.
+    """
 
     request: Request
     terms: PrefillTerms
@@ -35,6 +38,7 @@ class Situation:
     waiting: int
     prefill_eligible: BoolArray
     decode_eligible: BoolArray
+    backlog_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,9 @@ def candidates(
         calibrated=pool.calibrated_until_s >= terms.now,
         low_factor=pool.low_factor,
         high_factor=pool.high_factor,
+        handover_s=terms.handover_s(),
+        handover_groups=pool.handover_groups,
+        trust=pool.trust.copy() if pool.distrusted else None,
     )
 
 
@@ -115,7 +122,10 @@ def finish(situation: Situation, table: Candidates, row: int | None) -> Choice |
     if row is None:
         return None
     decode = decode_beside(situation, table.ids[row])
-    return None if decode is None else Choice(table, row, decode)
+    if decode is None:
+        return None
+    table.first_step_s = decode.tbt_s
+    return Choice(table, row, decode)
 
 
 PolicyTable: TypeAlias = Mapping[str, Policy]

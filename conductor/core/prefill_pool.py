@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from conductor.core.types import InvariantError, RequestId, Role, Tier, WorkerId, WorkerLoad, WorkerSpec
+from conductor.core.types import Holder, InvariantError, RequestId, Role, Tier, WorkerId, WorkerLoad, WorkerSpec
 from conductor.core.worker_table import BoolArray, FloatArray, IntArray, WorkerTable
 
 UNCHUNKED_TOKENS = 2.0**40
@@ -40,6 +40,7 @@ class PrefillPool(WorkerTable):
         "per_token_s": np.float64,
         "per_token2_s": np.float64,
         "chunk_tokens": np.float64,
+        "packs_prompts": np.bool_,
         "running_end_s": np.float64,
         "pending_s": np.float64,
         "foreign_s": np.float64,
@@ -59,6 +60,9 @@ class PrefillPool(WorkerTable):
         "latency_s": np.float64,
         "kv_bytes_per_token": np.float64,
         "layer_groups": np.float64,
+        "handover_s_per_token": np.float64,
+        "handover_latency_s": np.float64,
+        "handover_groups": np.float64,
         "flows_in": np.float64,
         "flows_out": np.float64,
         "capacity_blocks": np.float64,
@@ -73,6 +77,7 @@ class PrefillPool(WorkerTable):
     per_token_s: FloatArray
     per_token2_s: FloatArray
     chunk_tokens: FloatArray
+    packs_prompts: BoolArray
     running_end_s: FloatArray
     pending_s: FloatArray
     foreign_s: FloatArray
@@ -92,6 +97,9 @@ class PrefillPool(WorkerTable):
     latency_s: FloatArray
     kv_bytes_per_token: FloatArray
     layer_groups: FloatArray
+    handover_s_per_token: FloatArray
+    handover_latency_s: FloatArray
+    handover_groups: FloatArray
     flows_in: FloatArray
     flows_out: FloatArray
     capacity_blocks: FloatArray
@@ -101,6 +109,8 @@ class PrefillPool(WorkerTable):
         super().__init__()
         self._work: dict[WorkerId, dict[RequestId, PrefillJob]] = {}
         self.distrusted = False  # whether any worker's claims are discounted
+        self.lower_holders: tuple[Holder, ...] = ()  # host, disk and shared store of each row; empty where nobody has any
+        self.awaits_handover = False  # whether the first token of any worker's prompts leaves its decode worker
 
     def join(self, spec: WorkerSpec, slots: Mapping[str, int]) -> None:
         """Add a worker. `slots` gives the index slot of its device pool and of the lower tiers that it can restore from."""
@@ -110,6 +120,7 @@ class PrefillPool(WorkerTable):
             "per_token_s": profile.prefill_per_token_s,
             "per_token2_s": profile.prefill_per_token2_s,
             "chunk_tokens": UNCHUNKED_TOKENS if profile.chunk_tokens is None else profile.chunk_tokens,
+            "packs_prompts": profile.packs_prompts,
             "correction": 1.0,
             "calibrated_until_s": -math.inf,
             "low_factor": profile.residuals.p10,
@@ -117,17 +128,18 @@ class PrefillPool(WorkerTable):
             "trust": 1.0,
             "nic_bytes_per_s": math.inf if spec.nic_bytes_per_s is None else spec.nic_bytes_per_s,
             "link_bytes_per_s": profile.transfer_bytes_per_s,
-            "host_bytes_per_s": _tier_bytes_per_s(spec, Tier.HOST),
-            "disk_bytes_per_s": _tier_bytes_per_s(spec, Tier.DISK),
-            "shared_bytes_per_s": _tier_bytes_per_s(spec, Tier.SHARED),
+            "host_bytes_per_s": tier_bytes_per_s(spec, Tier.HOST),
+            "disk_bytes_per_s": tier_bytes_per_s(spec, Tier.DISK),
+            "shared_bytes_per_s": tier_bytes_per_s(spec, Tier.SHARED),
             "latency_s": profile.transfer_latency_s,
             "kv_bytes_per_token": profile.kv_bytes_per_token,
             "layer_groups": profile.layer_groups,
             "capacity_blocks": spec.capacity_blocks.get(Tier.DEVICE, math.inf),
             "accepts": spec.role is not Role.DECODE,
         }
-        self._insert(spec, {**values, **slots})
+        self._insert(spec, {**values, **_handover(spec), **slots})
         self._work[spec.id] = {}
+        self.awaits_handover = bool(self.handover_groups.any())
 
     def leave(self, worker: WorkerId) -> None:
         self._delete(worker)
@@ -210,7 +222,20 @@ class PrefillPool(WorkerTable):
                 raise InvariantError(f"{worker}: negative number of transfers in flight")
 
 
-def _tier_bytes_per_s(spec: WorkerSpec, tier: Tier) -> float:
+def _handover(spec: WorkerSpec) -> dict[str, float]:
+    """Cost of the hand-over to a first token that waits for it: none where the worker itself sends that token."""
+    profile = spec.profile
+    if not profile.first_token_after_handover or spec.role is Role.COUPLED:
+        return {}
+    nic_bytes_per_s = math.inf if spec.nic_bytes_per_s is None else spec.nic_bytes_per_s
+    return {
+        "handover_s_per_token": profile.kv_bytes_per_token / min(profile.transfer_bytes_per_s, nic_bytes_per_s),
+        "handover_latency_s": profile.transfer_latency_s,
+        "handover_groups": profile.layer_groups if profile.handover_overlaps_prefill else 1.0,
+    }
+
+
+def tier_bytes_per_s(spec: WorkerSpec, tier: Tier) -> float:
     """The profile's bandwidth of a tier, which it lists in order of `Tier`; a tier that it leaves out costs no time."""
     listed = spec.profile.tier_bytes_per_s
-    return listed[tier] if tier < len(listed) else math.inf
+    return listed[tier] if tier < len(listed) and listed[tier] > 0.0 else math.inf

@@ -40,6 +40,10 @@ class RequestState:
     placement: Placement | None = None
     decode: WorkerId | None = None
     placed_s: float = 0.0
+    claimed_tokens: int = 0  # of the prompt, by the reports of the prefill worker when it was chosen
+    decode_s: float = 0.0  # how long it is expected to decode
+    decoding_since_s: float | None = None
+    decode_step_s: float = 0.0  # predicted without correction when it began to decode
     pull: Flow | None = None
     handover: Flow | None = None
     avoid: frozenset[WorkerId] = field(default_factory=frozenset)
@@ -47,11 +51,17 @@ class RequestState:
     def enter(self, phase: Phase, now: float) -> None:
         self.phase, self.phase_since_s = phase, now
 
+    def prefills_on(self, worker: WorkerId) -> bool:
+        return self.placement is not None and self.placement.prefill == worker
+
     @property
     def workers(self) -> tuple[WorkerId, ...]:
-        """The workers that have heard of the current attempt, each once."""
+        """The workers that the current attempt depends on, each once. Once it decodes, nothing of it is left where it was
+        prefilled."""
         if self.placement is None:
             return ()
+        if self.phase is Phase.DECODE and self.decode is not None:
+            return (self.decode,)
         prefill = self.placement.prefill
         return (prefill,) if self.decode is None or self.decode == prefill else (prefill, self.decode)
 

@@ -13,12 +13,14 @@ from collections.abc import Callable
 from typing import Any
 
 from conductor.core import admission
+from conductor.core.assessment import Assessor
 from conductor.core.block_reports import BlockReports
 from conductor.core.bookings import Bookings
-from conductor.core.calibration import Calibration
 from conductor.core.cluster_view import ClusterView
 from conductor.core.commands import Cancel, Command, Reject, ResumeRequest, StartDecode, StartPrefill
 from conductor.core.config import SchedulerConfig
+from conductor.core.continuations import Continuations
+from conductor.core.decision_log import DecisionLog
 from conductor.core.events import (
     BlocksRemoved,
     BlocksStored,
@@ -43,22 +45,21 @@ from conductor.core.events import (
     WorkerLost,
 )
 from conductor.core.late_binding import LateBinding
-from conductor.core.output_length import OutputLengths
-from conductor.core.placement import Choice, Policy, Situation, eligible
-from conductor.core.policies import POLICIES
+from conductor.core.learning import Learning
+from conductor.core.migration import Migration
+from conductor.core.placement import Choice, Policy, Situation
+from conductor.core.policies import policy_named
 from conductor.core.policies.conductor import least_work_s
 from conductor.core.prefix_index import PrefixIndex
 from conductor.core.requests import Outcome, Phase, RequestState, RequestTable
-from conductor.core.tbt import DecodeNeed, choose_decode
-from conductor.core.ttft import prefill_terms
 from conductor.core.types import (
+    SLO,
     FinishReason,
     Rejection,
     RejectReason,
-    Request,
+    RequestId,
     WorkerId,
 )
-from conductor.core.worker_table import FloatArray
 
 FREEING = frozenset((PrefillFinished, HandoverFinished, RequestFailed, RequestCancelled, WorkerJoined, WorkerLost))
 """Events after which a prefill worker may be free that was not before."""
@@ -78,19 +79,21 @@ class Scheduler:
         self, config: SchedulerConfig | None = None, *, policy: Policy | None = None, index: PrefixIndex | None = None
     ) -> None:
         self.config = config or SchedulerConfig()
-        self._policy = policy or _named_policy(self.config.policy)
+        self._policy = policy or policy_named(self.config.policy)
         self._index = index or PrefixIndex()
         self._view = ClusterView(self._index)
         self._reports = BlockReports(self._index, self._view, self.config.snapshot_retry_s)
-        self._calibration = Calibration(self.config.calibration)
-        self._outputs = OutputLengths()
+        self._learning = Learning(self.config.calibration, self._view)
         self._requests = RequestTable()
+        self._log = DecisionLog(self.config.decision_records, self.config.policy, self.config.admission)
+        self._continuations = Continuations(self.config)
         self._now = -math.inf
+        self._migration = Migration(self.config.migration, self._view, self._index, self.config.block_tokens)
         self._books = Bookings(self._view, self._index)
-        self._line = LateBinding(self.config.queue, self._view, self._policy, self._assess)
+        self._assessor = Assessor(self.config, self._index, self._view, self._learning.outputs, lambda: self._line.load)
+        self._line = LateBinding(self.config.queue, self._view, self._policy, self._assessor.assess)
         wanted = self.config.late_binding
         self._late_binding = self.config.policy == "conductor" if wanted is None else wanted
-        self._decisions = 0
         self._handlers: dict[type, Callable[[Any, float], list[Command]]] = {
             RequestArrived: self._handle_request_arrived,
             RequestResumed: self._handle_request_resumed,
@@ -109,8 +112,8 @@ class Scheduler:
             FirstToken: self._handle_first_token,
             RequestFinished: self._handle_request_finished,
             RequestFailed: self._handle_request_failed,
-            TransferFinished: self._handle_transfer_finished,
-            TransferFailed: self._handle_transfer_failed,
+            TransferFinished: self._migration.finished,
+            TransferFailed: self._migration.failed,
             Tick: self._handle_tick,
         }
 
@@ -118,24 +121,37 @@ class Scheduler:
         """Take in one event and answer with what is to be done. Never raises on the order of events."""
         if now > self._now:
             self._now = now
+        self._index.expire(self._now)
         commands = self._handlers[type(event)](event, self._now)
         if type(event) in FREEING and len(self._line):
             self._line.workers_changed(self._now)
             commands = commands + self._dispatch(self._now)
+        self._log.observe(event, commands, self._now)
         return commands
+
+    def decision_record(self, request_id: RequestId) -> dict[str, Any] | None:
+        """Why the request went where it did and what came of it, as JSON values; None when it is not known (any more)."""
+        return self._log.explain(request_id)
+
+    def worker_belief(self) -> dict[WorkerId, dict[str, Any]]:
+        """What is believed of each worker, as JSON values."""
+        return self._view.describe(self._now, self._learning.trust)
+
+    def copies_in_flight(self) -> list[dict[str, Any]]:
+        """The background copies under way and why each was thought worth its cost, as JSON values."""
+        return self._migration.explain()
 
     def next_deadline(self) -> float | None:
         """When `handle(Tick(), now)` is due at the latest; None when nothing waits for time to pass."""
-        deadline = min(self._reports.next_deadline(), self._resume_deadline(), self._line.next_deadline())
+        waiting = (self._reports, self._continuations, self._line, self._migration)
+        deadline = min(part.next_deadline() for part in waiting)
         return None if deadline == math.inf else deadline
 
     def check(self) -> None:
         """Raise `InvariantError` if the state contradicts itself. O(state)."""
-        self._requests.check()
-        self._line.check()
-        self._view.check()
-        self._reports.check()
-        self._index.check()
+        parts = (self._requests, self._line, self._continuations, self._view, self._reports, self._index)
+        for part in (*parts, self._books.timeline, self._migration):
+            part.check()
 
     # requests
 
@@ -151,8 +167,18 @@ class Scheduler:
         state = self._requests.get(event.request.id)
         if state is None or state.phase is not Phase.INTERRUPTED or event.request.attempt != state.request.attempt + 1:
             return []
+        self._continuations.forget(event.request.id)
         state.request = event.request
         state.enter(Phase.WAITING, now)
+        return self._continue(state, now)
+
+    def _continue(self, state: RequestState, now: float) -> list[Command]:
+        """Place an interrupted request again, or keep it for a worker that comes back."""
+        situation = self._assessor.assess(state, now)
+        if situation is None or not (situation.prefill_eligible.any() and situation.decode_eligible.any()):
+            self._continuations.orphaned(state)
+            return []
+        self._continuations.forget(state.request.id)
         return self._decide(state, now)
 
     def _handle_request_cancelled(self, event: RequestCancelled, now: float) -> list[Command]:
@@ -161,19 +187,34 @@ class Scheduler:
             return []
         workers = state.workers
         self._line.remove(event.request_id)
+        self._continuations.forget(event.request_id)
         self._books.release(state, now)
         self._requests.end(event.request_id, Outcome.CANCELLED)
         return [Cancel(event.request_id, state.request.attempt, workers)] if workers else []
 
     def _enqueue(self, state: RequestState, now: float) -> list[Command]:
-        situation = self._assess(state, now)
+        situation = self._assessor.assess(state, now)
         if situation is None:
-            return self._reject(state, self._nobody(state.request))
+            return self._reject(state, self._assessor.nobody(state.request))
         if self._line.full:
             message = f"{len(self._line)} requests are waiting, as many as are allowed"
-            return self._reject(state, admission.refuse(state.request, RejectReason.QUEUE_FULL, message, 1.0))
+            one_s = situation.backlog_s / len(self._line) if len(self._line) else 1.0
+            return self._reject(state, admission.refuse(state.request, RejectReason.QUEUE_FULL, message, one_s))
+        hopeless = self._hopeless(state, situation)
+        if hopeless:
+            return hopeless
         self._line.add(state, least_work_s(situation), now)
         return []
+
+    def _hopeless(self, state: RequestState, situation: Situation) -> list[Command]:
+        """Refuse on arrival what would be refused when its turn comes, however short the wait until then."""
+        if self.config.admission == "none" or admission.objectives(state.request, self.config) == SLO():
+            return []
+        choice = self._policy(situation)
+        if choice is None:
+            return []
+        decision = admission.admit(situation, choice, self._books.timeline)
+        return self._reject(state, decision, choice) if isinstance(decision, Rejection) else []
 
     def _dispatch(self, now: float) -> list[Command]:
         """Send out whoever's turn it is in the central line."""
@@ -183,53 +224,26 @@ class Scheduler:
         return commands
 
     def _decide(self, state: RequestState, now: float) -> list[Command]:
-        situation = self._assess(state, now)
+        situation = self._assessor.assess(state, now)
         choice = None if situation is None else self._policy(situation)
         if situation is None or choice is None:
-            return self._reject(state, self._nobody(state.request))
+            return self._reject(state, self._assessor.nobody(state.request))
         return self._settle(state, situation, choice, now)
 
     def _settle(self, state: RequestState, situation: Situation, choice: Choice, now: float) -> list[Command]:
-        self._decisions += 1
-        decision = admission.admit(situation, choice)
+        self._assessor.decisions += 1
+        self._migration.observe(state.request.block_hashes, situation.terms.match, now)
+        decision = admission.admit(situation, choice, self._books.timeline)
         if isinstance(decision, Rejection):
-            return self._reject(state, decision)
+            return self._reject(state, decision, choice)
+        self._log.decided(state.request, state.arrived_s, choice, decision, now)
+        state.decode_s = situation.need.output_tokens * choice.decode.tbt_s
+        state.claimed_tokens = situation.terms.claimed_tokens(choice.row)
         self._books.place(state, decision, situation.need, now)
         return [StartPrefill(decision)]
 
-    def _assess(self, state: RequestState, now: float, booked_s: FloatArray | None = None) -> Situation | None:
-        """What a policy sees of a request, with `booked_s` more work on the prefill workers; None without any worker."""
-        view, request = self._view, state.request
-        if not view.prefill.ids or not view.decode.ids:
-            return None
-        match = self._index.match(request.block_hashes)
-        terms = prefill_terms(request, match, view, self.config.block_tokens, now)
-        if booked_s is not None:
-            terms.queue_s += booked_s
-        return Situation(
-            request=request,
-            terms=terms,
-            need=self._decode_need(request),
-            view=view,
-            config=self.config,
-            now=now,
-            sequence=self._decisions,
-            waited_s=now - state.arrived_s,
-            waiting=len(self._line),
-            prefill_eligible=eligible(view.prefill, request, state.avoid, view.prefill.accepts),
-            decode_eligible=eligible(view.decode, request, state.avoid, view.decode.accepts),
-        )
-
-    def _decode_need(self, request: Request) -> DecodeNeed:
-        tokens = request.prompt_tokens + self._outputs.expected_tokens(request)
-        return DecodeNeed(-(-tokens // self.config.block_tokens), request.prompt_tokens)
-
-    def _nobody(self, request: Request) -> Rejection:
-        if not self._view.prefill.accepts.any():
-            return admission.refuse(request, RejectReason.NO_PREFILL, "no prefill worker takes requests", 1.0)
-        return admission.refuse(request, RejectReason.NO_DECODE, "no decode worker takes requests", 1.0)
-
-    def _reject(self, state: RequestState, rejection: Rejection) -> list[Command]:
+    def _reject(self, state: RequestState, rejection: Rejection, choice: Choice | None = None) -> list[Command]:
+        self._log.decided(state.request, state.arrived_s, choice, rejection, self._now)
         self._requests.end(state.request.id, Outcome.REJECTED)
         return [Reject(rejection)]
 
@@ -237,31 +251,34 @@ class Scheduler:
 
     def _handle_prefill_started(self, event: PrefillStarted, now: float) -> list[Command]:
         state = self._requests.attempt(event.request_id, event.attempt)
-        if state is not None and state.phase is Phase.PREFILL and self._prefills_on(state, event.worker_id):
+        if state is not None and state.phase is Phase.PREFILL and state.prefills_on(event.worker_id):
             self._view.prefill.started(event.worker_id, event.request_id, now)
         return []
 
     def _handle_prefill_finished(self, event: PrefillFinished, now: float) -> list[Command]:
         state = self._requests.attempt(event.request_id, event.attempt)
-        if state is None or state.phase is not Phase.PREFILL or not self._prefills_on(state, event.worker_id):
+        if state is None or state.phase is not Phase.PREFILL or not state.prefills_on(event.worker_id):
             return []
         self._books.prefill_done(state, now)
-        if not event.warmup:
-            pool = self._view.prefill
-            base_s = pool.specs[event.worker_id].profile.prefill_s(state.request.prompt_tokens, event.reused_tokens)
-            self._calibration.observe(event.worker_id, base_s, event.compute_s, pool, now)
+        wrong = self._learning.prefilled(state, event, now)
+        commands = self._reports.ask(event.worker_id, now) if wrong else []
         if state.decode is None:
-            return self._choose_decode(state, now)
+            return commands + self._choose_decode(state, now)
         self._books.begin_handover(state, now)
-        return []
+        return commands
 
     def _choose_decode(self, state: RequestState, now: float) -> list[Command]:
         """Late choice of the decode worker, once the prompt is computed (admission `on_prefill_done`)."""
-        request, view = state.request, self._view
-        need = self._decode_need(request)
-        choice = choose_decode(view.decode, need, eligible(view.decode, request, state.avoid, view.decode.accepts), now)
+        request, need = state.request, self._assessor.decode_need(state.request)
+        choice = self._assessor.choose_decode(state, need, now)
         if choice is None:
             return self._interrupt(state, now, None)
+        refused = admission.admit_to_decode(request, choice, self.config, self._books.timeline.drain_s(now, 0.5))
+        if refused is not None:
+            workers = state.workers
+            self._books.release(state, now)
+            self._requests.end(request.id, Outcome.REJECTED)
+            return [Cancel(request.id, request.attempt, workers), Reject(refused)]
         self._books.reserve(state, choice.worker, need)
         self._books.begin_handover(state, now)
         return [StartDecode(request.id, request.attempt, choice.worker)]
@@ -276,14 +293,16 @@ class Scheduler:
         return []
 
     def _handle_first_token(self, event: FirstToken, now: float) -> list[Command]:
+        state = self._requests.attempt(event.request_id, event.attempt)
+        if state is not None:
+            self._books.measure_decode(state, now)
         return []
 
     def _handle_request_finished(self, event: RequestFinished, now: float) -> list[Command]:
         state = self._requests.attempt(event.request_id, event.attempt)
         if state is None:
             return []
-        if event.reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._outputs.observe(state.request.traffic_class, event.output_tokens)
+        self._learning.finished(state, event, now)
         self._books.release(state, now)
         self._requests.end(event.request_id, OUTCOMES[event.reason])
         return []
@@ -307,6 +326,7 @@ class Scheduler:
             message = f"given up after {request.attempt} attempts"
             return [*commands, Reject(admission.refuse(request, RejectReason.RETRIES_EXHAUSTED, message, 1.0))]
         state.enter(Phase.INTERRUPTED, now)
+        self._continuations.interrupted(state)
         return [*commands, ResumeRequest(request.id, request.attempt)]
 
     # workers
@@ -320,8 +340,11 @@ class Scheduler:
         if not self._reports.joined(worker, event.epoch):
             return commands
         self._view.join(event.worker, event.epoch)
-        if worker in self._view.prefill:
-            self._calibration.joined(worker, self._view.prefill)
+        self._learning.joined(worker)
+        for state in self._requests:
+            state.avoid -= {worker}
+        for state in self._continuations.orphans():
+            commands += self._continue(state, now)
         return commands
 
     def _handle_worker_lost(self, event: WorkerLost, now: float) -> list[Command]:
@@ -338,7 +361,8 @@ class Scheduler:
         self._reports.lost(worker, epoch)
         if worker in self._view.epochs:
             self._view.leave(worker)
-            self._calibration.left(worker)
+            self._learning.left(worker)
+            self._migration.worker_lost(worker)
         return commands
 
     def _handle_worker_draining(self, event: WorkerDraining, now: float) -> list[Command]:
@@ -355,30 +379,21 @@ class Scheduler:
             self._view.decode.report(event.worker_id, event.load)
         return []
 
-    def _handle_transfer_finished(self, event: TransferFinished, now: float) -> list[Command]:
-        return []
-
-    def _handle_transfer_failed(self, event: TransferFailed, now: float) -> list[Command]:
-        return []
-
     # time
 
     def _handle_tick(self, event: Tick, now: float) -> list[Command]:
-        self._index.expire(now)
-        for state in [s for s in self._requests if s.phase is Phase.INTERRUPTED]:
-            if now >= state.phase_since_s + self.config.resume_timeout_s:
-                self._requests.end(state.request.id, Outcome.FAILED)
-        return self._reports.ask_again(now) + self._dispatch(now)
+        return self._reports.ask_again(now) + self._give_up(now) + self._dispatch(now) + self._migration.round(now)
 
-    def _resume_deadline(self) -> float:
-        waiting = [state.phase_since_s for state in self._requests if state.phase is Phase.INTERRUPTED]
-        return min(waiting) + self.config.resume_timeout_s if waiting else math.inf
+    def _give_up(self, now: float) -> list[Command]:
+        """End requests whose continuation, or a worker for it, did not come in time."""
+        commands: list[Command] = []
+        for state in self._continuations.unanswered(now):
+            message = f"no continuation came within {self.config.resume_timeout_s:g} s of a lost worker"
+            commands += self._abandon(state, admission.refuse(state.request, RejectReason.RETRIES_EXHAUSTED, message, 1.0))
+        for state in self._continuations.untaken(now):
+            commands += self._abandon(state, self._assessor.nobody(state.request))
+        return commands
 
-    def _prefills_on(self, state: RequestState, worker: WorkerId) -> bool:
-        return state.placement is not None and state.placement.prefill == worker
-
-
-def _named_policy(name: str) -> Policy:
-    if name not in POLICIES:
-        raise ValueError(f"policy is {name!r}; it must be one of {', '.join(sorted(POLICIES))}")
-    return POLICIES[name]
+    def _abandon(self, state: RequestState, rejection: Rejection) -> list[Command]:
+        self._continuations.forget(state.request.id)
+        return self._reject(state, rejection)

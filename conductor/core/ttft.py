@@ -8,6 +8,10 @@ target's NIC, the tier, each shared with the transfers in flight there) plus a l
 group by layer group: with G groups a request pays (T + P) / G + (1 - 1/G) max(T, P), which is T + P for one group and goes
 to max(T, P) for many (Mooncake v3, section 5.2). What `transfer_s` reports is what the transfer adds to the prefill time.
 
+Where the first token leaves the decode worker, the hand-over of the whole prompt's KV comes on top, serial or overlapped by
+the same form, and one decode step. It is reckoned at the links' full speed: it lies in the future, and what fills them at
+the time of the decision will mostly have arrived by then. It is part of `transfer_s`, and keeps no prefill worker busy.
+
 An estimate carries an interval from the residuals and says whether recent observations support it.
 """
 
@@ -22,15 +26,15 @@ from conductor.core.cluster_view import ClusterView
 from conductor.core.prefill_pool import PrefillPool
 from conductor.core.prefix_index import PrefixMatch
 from conductor.core.types import Candidate, Holder, Request, ReusePlan, TTFTEstimate, WorkerId
-from conductor.core.worker_table import BoolArray, FloatArray
+from conductor.core.worker_table import BoolArray, FloatArray, IntArray
 
 
 @dataclass(slots=True)
 class PrefillTerms:
     """The parts that an estimate of one request is made of. Arrays have one entry a prefill worker.
 
-    `best` holds `best_tokens` leading tokens of the prompt, no worker holds more; `local_tokens` lie in a worker's own
-    device pool.
+    `best` has reported `best_tokens` leading tokens of the prompt, nobody more; `local_tokens` lie, or are about to, in a
+    worker's own device pool.
     """
 
     pool: PrefillPool
@@ -41,6 +45,19 @@ class PrefillTerms:
     best_tokens: float
     best: Holder | None
     best_bytes_per_s: float
+    match: PrefixMatch
+    block_tokens: int
+
+    def claimed_tokens(self, row: int) -> int:
+        """Reusable leading tokens that the worker itself has reported to hold."""
+        blocks = min(int(self.match.confirmed[self.pool.slot[row]]), (self.prompt_tokens - 1) // self.block_tokens)
+        return blocks * self.block_tokens
+
+    def tier_tokens(self, slots: IntArray) -> FloatArray:
+        """Reusable leading tokens of the prompt in a lower tier, whose index slot `slots` names for each worker."""
+        blocks = np.minimum(self.match.depths[slots], (self.prompt_tokens - 1) // self.block_tokens)
+        tokens: FloatArray = blocks * float(self.block_tokens)
+        return tokens
 
     def prefill_s(self, reused_tokens: FloatArray) -> FloatArray:
         """Predicted time to compute the rest of the prompt."""
@@ -69,9 +86,17 @@ class PrefillTerms:
         seconds[tokens <= 0.0] = 0.0
         return seconds
 
+    def handover_s(self) -> FloatArray | None:
+        """Time to send the whole prompt's KV to a decode worker; None where the first token does not wait for it."""
+        if not self.pool.awaits_handover:
+            return None
+        return self.pool.handover_latency_s + self.prompt_tokens * self.pool.handover_s_per_token
+
     def restore_s(self, tokens: FloatArray, tier_bytes_per_s: FloatArray) -> FloatArray:
         """Time to bring `tokens` up from a lower tier of the worker's own node, or from the shared store."""
-        seconds: FloatArray = tokens * self.pool.kv_bytes_per_token / tier_bytes_per_s + self.pool.latency_s
+        pool = self.pool
+        seconds: FloatArray = tokens * pool.kv_bytes_per_token * (pool.flows_in + 1.0) / tier_bytes_per_s
+        seconds += pool.latency_s
         seconds[tokens <= 0.0] = 0.0
         return seconds
 
@@ -86,7 +111,10 @@ def overlapped_s(transfer_s: FloatArray, compute_s: FloatArray, layer_groups: Fl
 
 
 def prefill_terms(request: Request, match: PrefixMatch, view: ClusterView, block_tokens: int, now: float) -> PrefillTerms:
-    """Gather the terms. At least one token is always left to compute, since the first output token needs its logits."""
+    """Gather the terms. At least one token is always left to compute, since the first output token needs its logits.
+
+    What is merely expected counts where it is going to be, for work there is done in turn, and cannot be fetched by others.
+    """
     pool = view.prefill
     depths = match.depths
     most_blocks = (request.prompt_tokens - 1) // block_tokens
@@ -94,7 +122,7 @@ def prefill_terms(request: Request, match: PrefixMatch, view: ClusterView, block
     if pool.distrusted:
         local = np.floor(local * pool.trust)
     local *= block_tokens
-    best_blocks = min(int(depths.max()), most_blocks)
+    best_blocks = min(int(match.confirmed.max()), most_blocks)
     best, bandwidth = _best_holder(match, best_blocks, view) if best_blocks else (None, math.inf)
     return PrefillTerms(
         pool=pool,
@@ -105,18 +133,20 @@ def prefill_terms(request: Request, match: PrefixMatch, view: ClusterView, block
         best_tokens=float(best_blocks * block_tokens) if best is not None else 0.0,
         best=best,
         best_bytes_per_s=bandwidth,
+        match=match,
+        block_tokens=block_tokens,
     )
 
 
 def _best_holder(match: PrefixMatch, blocks: int, view: ClusterView) -> tuple[Holder | None, float]:
-    """Of those that hold the most, the one whose outgoing link is the least shared; ties go to the lower slot."""
+    """Of those that have reported the most, the one whose outgoing link is the least shared; ties go to the lower slot."""
     best: Holder | None = None
     most = 0.0
-    for slot in np.flatnonzero(match.depths >= blocks):
+    for slot in np.flatnonzero(match.confirmed >= blocks):
         holder = view.holder_of_slot.get(int(slot))
         if holder is None:
             continue
-        bandwidth = view.nic_bytes_per_s(holder.owner) / (view.flows_out(holder.owner) + 1)
+        bandwidth = view.source_bytes_per_s(holder) / (view.flows_out(holder.owner) + 1)
         if best is None or bandwidth > most:
             best, most = holder, bandwidth
     return best, most
@@ -124,7 +154,12 @@ def _best_holder(match: PrefixMatch, blocks: int, view: ClusterView) -> tuple[Ho
 
 @dataclass(slots=True)
 class Candidates:
-    """Every prefill worker as one decision saw it, in columns. `fetched_tokens` come from `source`."""
+    """Every prefill worker as one decision saw it, in columns.
+
+    `fetched_tokens` come from the one of `sources` that `source_code` names.
+    `handover_s` is the hand-over by itself, which overlaps the prefill in `handover_groups` steps; None where the first token
+    does not wait for it. `first_step_s` is the decode step that follows.
+    """
 
     ids: tuple[WorkerId, ...]
     queue_s: FloatArray
@@ -138,6 +173,10 @@ class Candidates:
     calibrated: BoolArray
     low_factor: FloatArray
     high_factor: FloatArray
+    handover_s: FloatArray | None = None
+    handover_groups: FloatArray | None = None
+    first_step_s: float = 0.0
+    trust: FloatArray | None = None  # how far each worker's claims were believed; None where all are
 
     def reuse(self, row: int) -> ReusePlan:
         fetched = int(self.fetched_tokens[row])
@@ -146,7 +185,9 @@ class Candidates:
 
     def estimate(self, row: int, waited_s: float = 0.0) -> TTFTEstimate:
         """The row's estimate counted from the request's arrival, `waited_s` ago."""
-        queue, transfer, prefill = float(self.queue_s[row]), float(self.transfer_s[row]), float(self.prefill_s[row])
+        queue, prefill = float(self.queue_s[row]), float(self.prefill_s[row])
+        handover = self._after_prefill_s(row, prefill)
+        transfer = float(self.transfer_s[row]) + handover
         ahead = queue + transfer + prefill
         return TTFTEstimate(
             queue_s=waited_s + queue,
@@ -155,10 +196,21 @@ class Candidates:
             low_s=waited_s + ahead * float(self.low_factor[row]),
             high_s=waited_s + ahead * float(self.high_factor[row]),
             calibrated=bool(self.calibrated[row]),
+            handover_s=handover,
         )
 
-    def rows(self) -> tuple[Candidate, ...]:
+    def _after_prefill_s(self, row: int, prefill_s: float) -> float:
+        """From the end of the prefill to the first token."""
+        if self.handover_s is None or self.handover_groups is None:
+            return 0.0
+        send_s, groups = float(self.handover_s[row]), float(self.handover_groups[row])
+        if groups == 0.0:
+            return 0.0
+        total_s = (send_s + prefill_s) / groups + (1.0 - 1.0 / groups) * max(send_s, prefill_s)
+        return total_s - prefill_s + self.first_step_s
+
+    def rows(self, waited_s: float = 0.0) -> tuple[Candidate, ...]:
         return tuple(
-            Candidate(worker, self.reuse(row), self.estimate(row), float(self.score[row]))
+            Candidate(worker, self.reuse(row), self.estimate(row, waited_s), float(self.score[row]))
             for row, worker in enumerate(self.ids)
         )

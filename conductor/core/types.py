@@ -78,6 +78,16 @@ class Request:
     model: str = ""
     attempt: int = 1
     emitted_tokens: int = 0
+    sharing_group: str | None = None  # tenants of one group reuse each other's prefixes
+
+    @property
+    def cache_domain(self) -> str:
+        """The salt of the KV namespace: requests of one domain share prefixes. No tenant's name has a '+'."""
+        return cache_domain(self.tenant, self.sharing_group)
+
+
+def cache_domain(tenant: str, sharing_group: str | None) -> str:
+    return tenant if sharing_group is None else f"+{sharing_group}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +159,11 @@ class ReusePlan:
 
 @dataclass(frozen=True, slots=True)
 class TTFTEstimate:
-    """Predicted time to first token on one prefill worker, by term, with its interval."""
+    """Predicted time to first token on one prefill worker, by term, with its interval.
+
+    `handover_s` is the part of `transfer_s` that follows the prefill: where the first token leaves the decode worker, the rest
+    of the hand-over and the first decode step.
+    """
 
     queue_s: float
     transfer_s: float
@@ -157,10 +171,16 @@ class TTFTEstimate:
     low_s: float
     high_s: float
     calibrated: bool
+    handover_s: float = 0.0
 
     @property
     def total_s(self) -> float:
         return self.queue_s + self.transfer_s + self.prefill_s
+
+    @property
+    def work_s(self) -> float:
+        """How long the request keeps its prefill worker."""
+        return self.transfer_s - self.handover_s + self.prefill_s
 
 
 @dataclass(frozen=True, slots=True)

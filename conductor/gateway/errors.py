@@ -17,7 +17,7 @@ from conductor.core.types import Rejection, RejectReason
 
 MAX_SHOWN_CHARS = 120
 UNAVAILABLE_REASONS = frozenset({RejectReason.NO_PREFILL, RejectReason.NO_DECODE})
-ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 DECISION_ID_HEADER = "x-conductor-decision-id"
 
 

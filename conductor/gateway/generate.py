@@ -15,6 +15,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from conductor.gateway.body import read_body
+from conductor.gateway.edge import ACCOUNT, TRACE
 from conductor.gateway.errors import ApiError
 from conductor.gateway.formats import ChatFormat, CompletionFormat, Format, Head
 from conductor.gateway.generation import Run
@@ -24,8 +25,7 @@ from conductor.gateway.responses import Answer, answer, send_error
 from conductor.gateway.schemas import ChatBody, CompletionBody, GenerationBody, parse_body
 from conductor.gateway.served_model import ServedModel
 from conductor.gateway.service import Service
-
-DEFAULT_TENANT = "default"
+from conductor.gateway.tracing import RequestTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,23 +76,39 @@ class GenerateEndpoint:
         self._kind = kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        trace = self._service.tracing.begin(scope["path"], scope["headers"])
+        if trace is not None:
+            scope[TRACE] = trace.traceparent
         try:
-            with self._service.slot():
-                await self._generate(scope, receive, send)
+            with self._service.slot(scope[ACCOUNT]):
+                await self._generate(scope, receive, send, trace)
         except ApiError as problem:
+            if trace is not None:
+                trace.problem_status = problem.status
             await send_error(send, problem)
+        finally:
+            if trace is not None:
+                trace.end()
 
-    async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
-        service = self._service
+    async def _generate(self, scope: Scope, receive: Receive, send: Send, trace: RequestTrace | None) -> None:
+        service, account = self._service, scope[ACCOUNT]
         hints = read_hints(scope["headers"], service.settings)
         body = parse_body(self._kind.schema, await read_body(scope, receive, service.settings))
         check_model(body.model, service.served)
-        origin = Origin(hints, DEFAULT_TENANT, service.engine.channel)
+        origin = Origin(hints, account.tenant.name, service.engine.channel, account.tenant.sharing_group)
         plan = await self._plan(body, origin)
         run = Run(plan, service.engine, service.served.tokenizer, service.metrics)
+        if trace is not None:
+            trace.prepared(run)
         head = Head(plan.id, int(time()), service.served.name, body.alternatives, body.include_usage)
         writer = self._kind.format(head, service.served.tokenizer)
-        await answer(Answer(run, writer, bool(body.stream), body.include_usage, service.settings), receive, send)
+        turn = service.room.turn(account, plan.cost_tokens)
+        account.charge(plan.prompt_tokens)
+        try:
+            await answer(Answer(run, writer, turn, bool(body.stream), body.include_usage, service.settings), receive, send)
+        finally:
+            account.charge(run.output_tokens)
+            service.metrics.tenant_tokens(account.tenant.name, plan.prompt_tokens, run.output_tokens)
 
     async def _plan(self, body: GenerationBody, origin: Origin) -> Plan:
         """Large prompts are tokenized and hashed in a thread, so that the streams of others go on."""

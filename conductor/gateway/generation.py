@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any, TypeAlias, TypeVar
 
@@ -27,6 +28,18 @@ OnDelta: TypeAlias = Callable[[int, Delta], Awaitable[None]]
 Result = TypeVar("Result")
 
 
+@dataclass(slots=True)
+class Times:
+    """When a choice reached what, by the monotonic clock; None while it has not."""
+
+    submitted_s: float | None = None
+    decided_s: float | None = None
+    first_token_s: float | None = None
+    second_token_s: float | None = None
+    last_token_s: float = 0.0
+    ended_s: float | None = None
+
+
 class Choice:
     """One job from submission to its end."""
 
@@ -37,9 +50,8 @@ class Choice:
         self.reused_tokens = 0
         self.open = False  # submitted, and not known to have ended
         self._metrics = metrics
-        self._submitted_s = 0.0
+        self.times = Times()
         self._waiting = False
-        self._last_token_s: float | None = None
 
     def _set_waiting(self, waiting: bool) -> None:
         """Waiting is a request that was submitted and has neither a token nor an end yet."""
@@ -50,13 +62,15 @@ class Choice:
     def end(self) -> None:
         """Nothing more comes."""
         self.open = False
+        self.times.ended_s = monotonic()
         self._set_waiting(False)
 
     async def submit(self, engine: EngineClient) -> Placement:
         self.open = True
         self._set_waiting(True)
-        self._submitted_s = monotonic()
+        self.times.submitted_s = monotonic()
         decision = await engine.submit(self.job)
+        self.times.decided_s = monotonic()
         if isinstance(decision, Rejection):
             self.end()
             self._metrics.rejected(decision.reason.value)
@@ -76,15 +90,19 @@ class Choice:
         return delta
 
     def _book_token(self, output: TokenOutput) -> None:
-        now_s = monotonic()
-        if self._last_token_s is None:
-            self.reused_tokens = min(output.reused_tokens or 0, self.job.request.prompt_tokens)
-            predicted = self.placement.ttft if self.placement else None
+        now_s, times = monotonic(), self.times
+        if times.first_token_s is None:
+            times.first_token_s = now_s
             self._set_waiting(False)
-            self._metrics.first_token(now_s - self._submitted_s, predicted)
+            self.reused_tokens = min(output.reused_tokens or 0, self.job.request.prompt_tokens)
+            self._metrics.first_token(now_s - (times.submitted_s or now_s), self.placement.ttft if self.placement else None)
+            if self.placement is not None and output.reused_tokens is not None:
+                self._metrics.reuse(self.placement.prefill, self.placement.reuse.reused_tokens, self.reused_tokens)
         else:
-            self._metrics.next_token(now_s - self._last_token_s)
-        self._last_token_s = now_s
+            if times.second_token_s is None:
+                times.second_token_s = now_s
+            self._metrics.next_token(now_s - times.last_token_s)
+        times.last_token_s = now_s
 
     def _given_up(self, output: TokenOutput) -> ApiError:
         kind = "failed" if output.finish_reason is FinishReason.FAILED else "cancelled"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from conductor.gateway.edge import ACCOUNT
 from conductor.gateway.errors import ApiError, invalid, unavailable
 from conductor.gateway.served_model import ServedModel
 from conductor.gateway.service import Service
@@ -55,10 +56,11 @@ def api_router(service: Service) -> APIRouter:
         return model_card(service.served, name)
 
     @router.get("/v1/decisions/{decision_id}")
-    async def decision(decision_id: str) -> JSONResponse:
+    async def decision(decision_id: str, request: Request) -> JSONResponse:
         """Every candidate with its terms, the choice, and what happened."""
         record = await service.decision(decision_id)
-        if record is None:
+        tenant = request.scope[ACCOUNT].tenant.name
+        if record is None or record.get("tenant", tenant) != tenant:
             raise ApiError(
                 404, "no such decision; allowed: the id of a recent request", "decision_not_found", param="decision_id"
             )

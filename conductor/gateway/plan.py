@@ -10,17 +10,21 @@ from __future__ import annotations
 import os
 import random
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from conductor.core.hashing import TOKEN_BYTES
 from conductor.core.messages import GenerationJob, SamplingParams
-from conductor.core.types import Request
+from conductor.core.types import Request, cache_domain
 from conductor.gateway.errors import ApiError, invalid
 from conductor.gateway.fields import Prompt
 from conductor.gateway.hints import Hints
 from conductor.gateway.schemas import SEED_LIMIT, GenerationBody, Message
 from conductor.gateway.served_model import ServedModel
 from conductor.gateway.settings import GatewaySettings
+
+USUAL_OUTPUT_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,7 @@ class Origin:
     hints: Hints
     tenant: str
     channel: str
+    sharing_group: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,12 @@ class Plan:
     prompt_tokens: int
     stops: tuple[str, ...]
     silent_ids: frozenset[int]
+
+    @property
+    def cost_tokens(self) -> int:
+        """What the request is expected to take of the cluster: its prompts, and answers as long as usual or as their limit."""
+        requests = [job.request for job in self.jobs]
+        return self.prompt_tokens + sum(min(each.max_output_tokens, USUAL_OUTPUT_TOKENS) for each in requests)
 
 
 def check_model(name: str, served: ServedModel) -> None:
@@ -90,26 +101,30 @@ class Planner:
         jobs: list[GenerationJob] = []
         for tokens in prompts:
             packed = struct.pack(f"<{len(tokens)}i", *tokens)
-            hashes = self._served.hash_prompt(packed, origin.tenant)
+            request_as = self._request(body, packed, origin)
             limit = self._output_limit(body, len(tokens))
             for _ in range(choices):
                 job_id = request_id if total == 1 else f"{request_id}-{len(jobs)}"
                 sampling = self._sampling(body, limit, (seed + len(jobs)) % SEED_LIMIT)
-                request = Request(
-                    id=job_id,
-                    prompt_tokens=len(tokens),
-                    block_hashes=hashes,
-                    max_output_tokens=limit,
-                    slo=origin.hints.slo,
-                    priority=origin.hints.priority,
-                    traffic_class=origin.hints.traffic_class,
-                    session=origin.hints.session or body.session,
-                    tenant=origin.tenant,
-                    model=self._served.name,
-                )
+                request = request_as(id=job_id, max_output_tokens=limit)
                 jobs.append(GenerationJob(request, packed, sampling, origin.channel))
         silent = frozenset(jobs[0].sampling.stop_token_ids)
         return Plan(request_id, tuple(jobs), len(prompts), sum(map(len, prompts)), body.stop, silent)
+
+    def _request(self, body: GenerationBody, packed: bytes, origin: Origin) -> Callable[..., Request]:
+        """Makes requests that differ in id and output limit."""
+        return partial(
+            Request,
+            prompt_tokens=len(packed) // TOKEN_BYTES,
+            block_hashes=self._served.hash_prompt(packed, cache_domain(origin.tenant, origin.sharing_group)),
+            slo=origin.hints.slo,
+            priority=origin.hints.priority,
+            traffic_class=origin.hints.traffic_class,
+            session=origin.hints.session or body.session,
+            tenant=origin.tenant,
+            model=self._served.name,
+            sharing_group=origin.sharing_group,
+        )
 
     def _output_limit(self, body: GenerationBody, prompt_tokens: int) -> int:
         context = self._served.max_context

@@ -20,6 +20,7 @@ from conductor.gateway.event_sender import EventSender
 from conductor.gateway.formats import DONE, Format, Usage, Whole
 from conductor.gateway.generation import Run
 from conductor.gateway.settings import GatewaySettings
+from conductor.gateway.waiting_room import Turn
 
 JSON = "application/json"
 WATCH_AFTER_S = 0.02
@@ -32,17 +33,23 @@ class Answer:
 
     run: Run
     format: Format
+    turn: Turn
     stream: bool
     include_usage: bool
     settings: GatewaySettings
 
 
 async def answer(work: Answer, receive: Receive, send: Send) -> None:
-    """Submit, and send the whole answer; raises `ApiError` if nothing was sent yet."""
+    """Wait for the turn, submit, and send the whole answer; raises `ApiError` if nothing was sent yet."""
     try:
-        await until_gone(receive, _stream(work, send) if work.stream else _whole(work, send))
+        await until_gone(receive, _in_turn(work, send))
     finally:
         await work.run.close()
+
+
+async def _in_turn(work: Answer, send: Send) -> None:
+    async with work.turn:
+        await (_stream(work, send) if work.stream else _whole(work, send))
 
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

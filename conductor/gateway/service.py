@@ -8,24 +8,39 @@ from contextlib import contextmanager
 from typing import Any
 
 from conductor.engine_client import ClusterStatus, EngineClient
+from conductor.gateway.access import Access
+from conductor.gateway.account import Account
 from conductor.gateway.errors import ApiError, retry_after, unavailable
 from conductor.gateway.plan import Planner
 from conductor.gateway.served_model import ServedModel
 from conductor.gateway.settings import GatewaySettings
+from conductor.gateway.tracing import Tracing
+from conductor.gateway.waiting_room import WaitingRoom
 from conductor.metrics import GatewayMetrics
 
 logger = logging.getLogger(__name__)
 
 
 class Service:
-    """Mutable in two things: the count of generations in flight, and `draining`."""
+    """Mutable in two things: the count of generations in flight (those that wait for their turn too), and `draining`."""
 
-    def __init__(self, engine: EngineClient, served: ServedModel, settings: GatewaySettings) -> None:
+    def __init__(
+        self,
+        engine: EngineClient,
+        served: ServedModel,
+        settings: GatewaySettings,
+        tracing: Tracing | None = None,
+    ) -> None:
+        """Raises `KeysError` when the keys file cannot be used."""
         self.engine = engine
         self.served = served
         self.settings = settings
         self.metrics = GatewayMetrics()
         self.planner = Planner(served, settings)
+        self.access = Access(settings.keys_file)
+        self.room = WaitingRoom(settings.max_in_flight, settings.max_wait_s)
+        self.metrics.waiting_for_turn = self.room.__len__
+        self.tracing = tracing or Tracing(None)
         self.draining = False
         self.in_flight = 0
 
@@ -34,31 +49,39 @@ class Service:
         self.draining = True
 
     @contextmanager
-    def slot(self) -> Iterator[None]:
+    def slot(self, account: Account) -> Iterator[None]:
         """Room for one generation; raises `ApiError` before any work is done for a request that finds none."""
         if self.draining:
             raise unavailable("this gateway is shutting down", "draining", self.settings.unavailable_retry_after_s)
-        if self.in_flight >= self.settings.max_in_flight:
-            raise self._queue_full()
-        self._count(+1)
+        try:
+            account.check()
+            self._check_room(account)
+        except ApiError as problem:
+            self.metrics.rejected(problem.code)
+            raise
+        self._count(account, +1)
         try:
             yield
         finally:
-            self._count(-1)
+            self._count(account, -1)
 
-    def _count(self, change: int) -> None:
+    def _count(self, account: Account, change: int) -> None:
+        account.in_flight += change
         self.in_flight += change
         self.metrics.in_flight = self.in_flight
 
-    def _queue_full(self) -> ApiError:
-        limit = self.settings.max_in_flight
-        self.metrics.rejected("gateway_full")
-        return ApiError(
+    def _check_room(self, account: Account) -> None:
+        """The waiting room is bounded for each tenant, so that nobody can fill it for the others."""
+        limits = self.settings
+        if self.in_flight < limits.max_in_flight or account.waiting < limits.max_waiting:
+            return
+        raise ApiError(
             429,
-            f"{self.in_flight} generations are in flight at this gateway; allowed: {limit}",
+            f"{self.in_flight} generations are in flight here and {account.waiting} of this tenant wait for their turn; "
+            f"allowed: {limits.max_in_flight} and {limits.max_waiting}",
             "gateway_full",
             headers=retry_after(self.settings.overload_retry_after_s),
-            details={"retry_after_s": self.settings.overload_retry_after_s},
+            details={"reason": "gateway_full", "retry_after_s": self.settings.overload_retry_after_s},
         )
 
     async def decision(self, request_id: str) -> Mapping[str, Any] | None:

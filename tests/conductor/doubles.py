@@ -49,6 +49,9 @@ class ScriptedScheduler:
     def decision_record(self, request_id: str) -> Mapping[str, Any] | None:
         return {"request_id": request_id} if any(getattr(e, "request_id", None) == request_id for e in self.events) else None
 
+    def worker_belief(self) -> Mapping[str, Mapping[str, Any]]:
+        return {}
+
     def seen(self, kind: type) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.server
 import json
 import socket
@@ -197,3 +198,13 @@ def test_serve_refuses_what_it_cannot_use(arguments: tuple[str, ...], environmen
     done = conductor("serve", *arguments, environment=environment)
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1].startswith(message)
+
+
+def test_a_key_is_shown_once_with_the_line_for_the_keys_file() -> None:
+    """The hash is of that key; a bad tenant name is bad input."""
+    shown = json.loads(conductor("key", "new", "--tenant", "acme", "--json").stdout)
+    assert shown["hash"] == "sha256:" + hashlib.sha256(shown["key"].encode()).hexdigest()
+    plain = conductor("key", "new", "--tenant", "acme")
+    assert plain.stdout.startswith("ck-")
+    assert "sha256:" in plain.stderr
+    assert conductor("key", "new", "--tenant", "a b").returncode == 2

@@ -119,3 +119,16 @@ def test_check_notices_damage() -> None:
     tree._roots[TRUNK[0]].slots[5] = 1
     with pytest.raises(InvariantError, match="I11"):
         tree.check()
+
+
+def test_twice_expected_is_given_up_twice() -> None:
+    """A prompt on its way twice is still expected when one of the two is given up, and as long as the later one may take."""
+    tree = ExpectedPrefixes()
+    tree.add(0, TRUNK, 1.0)
+    tree.add(0, TRUNK, 5.0)
+    tree.discard(0, TRUNK[-1])
+    tree.discard(0, 12345)
+    tree.expire(4.0)
+    assert dict(tree.depths(TRUNK)) == {0: len(TRUNK)}
+    tree.expire(6.0)
+    assert not tree

@@ -171,6 +171,8 @@ def test_many_slots_are_matched_at_once() -> None:
         index.add(holder)
         index.store(holder, None, chain[: number // 4 + 1])
     assert index.match(chain).depths.tolist() == [number // 4 + 1 for number in range(1024)]
+    for _ in range(2):
+        assert index.match(chain[:1]).depths.tolist() == [1] * 1024
 
 
 def test_an_empty_prompt_matches_nothing() -> None:
@@ -295,12 +297,37 @@ def test_equal_reports_give_equal_bytes() -> None:
     assert matches() == matches()
 
 
+def test_a_report_ends_the_expectations_that_it_fulfils() -> None:
+    """A report ends the expectations that it fulfils and no others (I11)."""
+    index = PrefixIndex()
+    index.add(HOLDERS[0])
+    index.expect(HOLDERS[0], CHAINS[0][:4], 5.0)
+    index.expect(HOLDERS[0], CHAINS[1], 5.0)
+    index.store(HOLDERS[0], None, CHAINS[0][:3])
+    assert index.match(CHAINS[0]).depths.tolist() == [4]
+    assert index.match(CHAINS[0]).confirmed.tolist() == [3]
+    index.store(HOLDERS[0], CHAINS[0][2], CHAINS[0][3:6])
+    assert index.match(CHAINS[0]).depths.tolist() == [6]
+    assert index.match(CHAINS[1]).depths.tolist() == [12]
+    index.check()
+
+
+def test_what_is_held_deeper_than_expected_counts_as_deep_as_it_is_held() -> None:
+    index = PrefixIndex()
+    index.add(HOLDERS[0])
+    index.store(HOLDERS[0], None, CHAINS[0][:8])
+    index.expect(HOLDERS[0], CHAINS[3], 5.0)
+    assert index.match(CHAINS[0]).depths.tolist() == [8]
+    assert index.match(CHAINS[3]).depths.tolist() == [12]
+
+
 def test_reports_about_unknown_holders_change_nothing() -> None:
     index = PrefixIndex()
     index.remove(HOLDERS[0], CHAINS[0])
     index.expect(HOLDERS[0], CHAINS[0], 1.0)
     index.unexpect(HOLDERS[0], CHAINS[0])
     index.doubt(HOLDERS[0])
+    index.clear(HOLDERS[0])
     assert index.num_claims(HOLDERS[0]) == 0
     assert index.holders(CHAINS[0][0]) == ()
     index.check()

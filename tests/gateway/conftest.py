@@ -14,7 +14,8 @@ import httpx
 import pytest
 
 from conductor.gateway import GatewaySettings, ServedModel, create_app
-from conductor.gateway.server import Server, bind, make_server
+from conductor.gateway.server import Server, bind, bind_admin, make_server
+from conductor.gateway.tracing import Tracing
 from tests.doubles.byte_tokenizer import ByteTokenizer
 from tests.doubles.scripted_engine import ScriptedEngine
 
@@ -41,6 +42,7 @@ class Live:
     server: Server
     url: str
     port: int
+    admin_port: int | None
     client: httpx.Client = field(repr=False)
 
     def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
@@ -57,22 +59,24 @@ StartGateway = Callable[..., Live]
 
 
 @contextmanager
-def running_gateway(**settings: Any) -> Iterator[Live]:
+def running_gateway(tracing: Tracing | None = None, **settings: Any) -> Iterator[Live]:
     """A gateway in a thread of its own."""
     engine = ScriptedEngine()
-    app = create_app(engine, served_model(), GatewaySettings(port=0, **settings))
-    listener = bind("127.0.0.1", 0)
-    port = listener.getsockname()[1]
-    server = make_server(app)
+    checked = GatewaySettings(port=0, **settings)
+    app = create_app(engine, served_model(), checked, tracing)
+    listener, admin = bind("127.0.0.1", 0), bind_admin(checked)
+    port, admin_port = listener.getsockname()[1], admin and admin.getsockname()[1]
+    server = make_server(app, admin=admin)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
-            yield Live(engine, server, f"http://127.0.0.1:{port}", port, client)
+            yield Live(engine, server, f"http://127.0.0.1:{port}", port, admin_port, client)
     finally:
         server.should_exit = True
         thread.join(timeout=20)
-        listener.close()
+        for opened in filter(None, (listener, admin)):
+            opened.close()
         assert not thread.is_alive()
 
 

@@ -94,7 +94,7 @@ def test_silence_is_filled_with_comments(start_gateway: StartGateway) -> None:
 
 
 def test_a_full_gateway_refuses_before_any_work(start_gateway: StartGateway) -> None:
-    live = start_gateway(max_in_flight=1)
+    live = start_gateway(max_in_flight=1, max_waiting=0)
     live.engine.script = Script(hold_after=0)
     connection = raw_request(live, stream=True)
     eventually(lambda: len(live.engine.jobs) == 1)

@@ -8,10 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -22,87 +20,10 @@ import pytest
 from conductor.core.config import SchedulerConfig
 from conductor.core.scheduler import Scheduler
 from conductor.flight_log import verify
-from tests.bench.served import ROOT, Served, serve
+from tests.bench.served import ROOT, Served
+from tests.live.observe import MODEL, STORY, eventually, metric, ready, whole, workers
 
 pytestmark = [pytest.mark.live, pytest.mark.slow]
-
-MODEL = "smollm2-135m"
-STORY = "The lighthouse keeper wrote in his journal every evening about the sea and the ships that passed. "
-
-
-@pytest.fixture(scope="module")
-def log_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("flight")
-
-
-@pytest.fixture(scope="module")
-def served(log_directory: Path) -> Iterator[Served]:
-    with serve("--flight-log", str(log_directory)) as running:
-        yield running
-        tree = running.tree()
-        os.kill(running.process.pid, signal.SIGTERM)
-        _, alive = psutil.wait_procs(tree, timeout=60)
-        assert [process.name() for process in alive] == []
-
-
-@pytest.fixture
-def client(served: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none", max_retries=0, timeout=120) as opened:
-        yield opened
-
-
-def metric(served: Served, name: str) -> float:
-    text = httpx.get(f"http://127.0.0.1:{served.port}/metrics", timeout=10).text
-    return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith((f"{name} ", f"{name}{{")))
-
-
-def eventually(condition: Callable[[], bool], within_s: float = 90) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.1)
-
-
-def ready(served: Served) -> bool:
-    return httpx.get(f"http://127.0.0.1:{served.port}/ready", timeout=10).status_code == 200
-
-
-def whole(served: Served) -> bool:
-    """Every worker is back and nothing is in flight."""
-    return ready(served) and len(workers(served)) == 3 and metric(served, "conductor_cluster_in_flight") == 0
-
-
-def workers(served: Served, actor_class: str = "") -> list[psutil.Process]:
-    """Worker processes, which Ray titles `ray::PrefillWorker...` and `ray::DecodeWorker...`."""
-    titles = (f"ray::{actor_class}",) if actor_class else ("ray::PrefillWorker", "ray::DecodeWorker")
-    found = []
-    for process in served.tree():
-        with contextlib.suppress(psutil.Error):
-            if "".join(process.cmdline()[:1]).startswith(titles):
-                found.append(process)
-    return found
-
-
-def busiest(processes: list[psutil.Process]) -> psutil.Process:
-    """Whoever computes right now."""
-    before = [process.cpu_times().user for process in processes]
-    time.sleep(0.4)
-    spent = [process.cpu_times().user - start for process, start in zip(processes, before, strict=True)]
-    return processes[spent.index(max(spent))]
-
-
-def stream(
-    client: openai.OpenAI, prompt: str, max_tokens: int, on_text: Callable[[int], None] = lambda count: None
-) -> list[str]:
-    """The pieces of a greedy completion."""
-    pieces: list[str] = []
-    chunks = client.completions.create(
-        model=MODEL, prompt=prompt, max_tokens=max_tokens, temperature=0, stream=True, extra_body={"ignore_eos": True}
-    )
-    for chunk in chunks:
-        pieces.append(chunk.choices[0].text)
-        on_text(len(pieces))
-    return pieces
 
 
 def test_the_model_is_listed(client: openai.OpenAI) -> None:
@@ -153,33 +74,6 @@ def test_a_client_that_leaves_stops_its_request(served: Served) -> None:
     with httpx.stream("POST", f"http://127.0.0.1:{served.port}/v1/completions", json=body, timeout=60) as answer:
         next(answer.iter_lines())
     eventually(lambda: metric(served, "conductor_cluster_in_flight") == 0, within_s=20)
-
-
-def test_a_killed_decode_worker_goes_unnoticed(served: Served, client: openai.OpenAI) -> None:
-    """SIGKILL after the tenth token: the text is the undisturbed one, and the service is whole again."""
-    prompt = STORY + "On the third day"
-    undisturbed = stream(client, prompt, 40)
-
-    def kill_at_ten(count: int) -> None:
-        if count == 10:
-            workers(served, "DecodeWorker")[0].kill()
-
-    assert "".join(stream(client, prompt, 40, kill_at_ten)) == "".join(undisturbed)
-    eventually(lambda: whole(served))
-
-
-def test_a_killed_prefill_worker_goes_unnoticed(served: Served, client: openai.OpenAI) -> None:
-    """SIGKILL in the middle of a long prompt: another worker computes it, and the service is whole again."""
-    undisturbed = stream(client, "Once. " + STORY * 80, 12)
-    prompt = "Once. " + STORY * 80
-    fresh = "Twice. " + STORY * 80
-    killer = threading.Timer(1.0, lambda: busiest(workers(served, "PrefillWorker")).kill())
-    killer.start()
-    disturbed = stream(client, fresh, 12)
-    killer.join()
-    eventually(lambda: whole(served))
-    assert "".join(stream(client, prompt, 12)) == "".join(undisturbed)
-    assert "".join(stream(client, fresh, 12)) == "".join(disturbed)
 
 
 def test_without_workers_there_is_a_reason_and_a_recovery(served: Served, client: openai.OpenAI) -> None:

@@ -33,6 +33,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
 
 def write_tiny_folder(folder: Path, kind: str, *, shard_size: str = "1GB", **changes: Any) -> Any:

@@ -59,7 +59,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({"mlp_bias": True}, "mlp_bias is True"),
         ({"sliding_window": 128}, "sliding_window is 128"),
         ({"rope_theta": 0}, "rope_theta is 0; allowed: a positive number"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type is 'yarn'; allowed: default, linear, llama3"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_type is 'dynamic'; allowed: default, linear, llama3, yarn"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "original_max_position_embeddings is missing"),
         ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'; allowed: true or false"),
     ],
@@ -76,6 +77,7 @@ def test_a_configuration_we_cannot_compute_is_refused_by_field(change: dict[str,
         {"architectures": ["Qwen2ForCausalLM"]},
         {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32},
         {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}},
         {
             "rope_scaling": {
                 "rope_type": "llama3",

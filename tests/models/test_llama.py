@@ -11,7 +11,7 @@ import torch
 
 from models.base import ForwardBatch
 from models.load import LoadedModel, load_model
-from tests.models.builders import LLAMA3_ROPE, greedy, new_cache, run, write_tiny_folder
+from tests.models.builders import LLAMA3_ROPE, YARN_ROPE, greedy, new_cache, run, write_tiny_folder
 
 TEXT = "The scheduler of a disaggregated cluster keeps 123 prefixes where they will be needed, and moves the rest: "
 
@@ -24,6 +24,7 @@ FAMILIES = {
     "llama-biased": ("llama", {"attention_bias": True}),
     "llama3-rope": ("llama", {"rope_parameters": LLAMA3_ROPE}),
     "linear-rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}}),
+    "yarn-rope": ("llama", {"rope_parameters": YARN_ROPE}),
     "mistral": ("mistral", {"sliding_window": None}),
     "qwen2": ("qwen2", {}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),

@@ -203,6 +203,8 @@ def test_a_profile_is_measured_once_and_remembered() -> None:
     calls = len(model.calls)
     assert profiler(model).load_or_measure("rev") == first
     assert len(model.calls) == calls
+    profiler(model).load_or_measure("rev", fresh=True)
+    assert len(model.calls) > calls
 
 
 def test_another_revision_dtype_or_chunk_is_another_profile() -> None:

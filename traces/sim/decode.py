@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from conductor.core.types import WorkerLoad
 from traces.outcomes import LONGEST_GAPS_SHARE
 from traces.service_time import DecodeRun, DecodeTime
 from traces.sim.job import Job
@@ -125,9 +124,6 @@ class DecodeEngine:
             from_prefill = job.join_wait_s is not None
             job.record.emitted_tokens = job.request.emitted_tokens + self._step - job.first_step + from_prefill
         return [*active, *self._joining, *self._expected.values(), *self._reserving]
-
-    def load(self) -> WorkerLoad:
-        return WorkerLoad(decode_batch=self.batch, decode_context_tokens=self.context_tokens)
 
     @staticmethod
     def _need(job: Job) -> int:

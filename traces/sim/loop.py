@@ -1,8 +1,8 @@
 """Virtual time: a heap of actions ordered by (time, priority, sequence).
 
-At equal times what has ended comes before what is reported, reports before arrivals, arrivals before timers, and engines
-begin their next step last, so that a step takes in everything that was there at its start. Equal priorities keep the order
-in which they were planned, which makes a run a pure function of its inputs.
+At equal times what has ended comes before what is reported, reports before arrivals, arrivals before timers. Engines
+begin their next step after all that, so that a step takes in everything that was there at its start; who only looks, looks
+last. Equal priorities keep the order in which they were planned, which makes a run a pure function of its inputs.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class At(IntEnum):
     ARRIVAL = 2
     TIMER = 3
     STEP_BEGIN = 4
+    SAMPLE = 5
 
 
 class EventLoop:
@@ -37,6 +38,11 @@ class EventLoop:
             raise ValueError(f"time {time_s} lies before the present {self.now}")
         self._sequence += 1
         heapq.heappush(self._heap, (time_s, order, self._sequence, action, args))
+
+    @property
+    def pending(self) -> bool:
+        """Whether anything is planned."""
+        return bool(self._heap)
 
     def run(self, after_each: Callable[[], None]) -> None:
         """Run until nothing is planned."""

@@ -9,10 +9,13 @@ computes it on, since a step's attention sees the KV that the same step writes. 
 from __future__ import annotations
 
 import bisect
+import math
 import random
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeAlias
 
+from conductor.core.cost_profile import CostProfile
 from conductor.core.events import PrefillFinished, PrefillStarted
 from conductor.core.types import Tier, WorkerLoad
 from traces.service_time import PrefillTime
@@ -31,6 +34,31 @@ class Slice(NamedTuple):
     job: Job
     tokens: int
     added: list[int]
+
+
+class StepLog:
+    """When an engine computed: begin and end of every step, in order."""
+
+    __slots__ = ("_begin_s", "_end_s")
+
+    def __init__(self) -> None:
+        self._begin_s = array("d")
+        self._end_s = array("d")
+
+    def add(self, begin_s: float, end_s: float) -> None:
+        self._begin_s.append(begin_s)
+        self._end_s.append(end_s)
+
+    def done_s(self, from_s: float, work_s: float) -> float:
+        """When `work_s` seconds of further work would have been done in the pauses between the steps after `from_s`."""
+        begins, ends = self._begin_s, self._end_s
+        step = bisect.bisect_right(begins, from_s)
+        free_from_s = from_s if step == 0 else max(from_s, ends[step - 1])
+        while step < len(begins) and work_s > begins[step] - free_from_s:
+            work_s -= begins[step] - free_from_s
+            free_from_s = ends[step]
+            step += 1
+        return free_from_s + work_s
 
 
 class EngineLimits(NamedTuple):
@@ -71,6 +99,7 @@ class PrefillEngine:
     ) -> None:
         self.cache = cache
         self.busy_s = 0.0
+        self.steps = StepLog()
         self._loop = loop
         self._reporter = reporter
         self._time = time
@@ -111,11 +140,22 @@ class PrefillEngine:
     def kill(self) -> list[Job]:
         """The node is gone. Returns the jobs that it had."""
         self._dead = True
+        self.steps.add(self._loop.now, math.inf)
         return [*self._running, *self._waiting]
 
-    def load(self) -> WorkerLoad:
-        queued = sum(job.prompt_tokens - job.done_tokens for job in (*self._running, *self._waiting))
-        return WorkerLoad(len(self._waiting), queued, free_blocks=self.cache.free_blocks)
+    def load(self, profile: CostProfile) -> WorkerLoad:
+        """As a live worker reports it: queued work by what its placement said, running work by the worker's own profile."""
+        queued = sum(job.prompt_tokens - job.placement.reuse.reused_tokens for job in self._waiting)
+        running = self._running[0] if self._running else None
+        left_s = 0.0 if running is None else profile.prefill_s(running.prompt_tokens, running.done_tokens)
+        return WorkerLoad(len(self._waiting), queued, left_s, free_blocks=self.cache.free_blocks)
+
+    def remaining(self) -> Iterator[tuple[int, int]]:
+        """(tokens done or to be reused, prompt tokens) of everything that is here."""
+        for job in self._running:
+            yield job.done_tokens, job.prompt_tokens
+        for job in self._waiting:
+            yield job.placement.reuse.reused_tokens, job.prompt_tokens
 
     def _wake(self) -> None:
         if self._stepping or self._begin_planned or self._dead or not (self._running or self._waiting):
@@ -137,6 +177,7 @@ class PrefillEngine:
         if self._limits.step_variation:
             duration_s *= max(0.5, self._chance.gauss(1.0, self._limits.step_variation))
         self.busy_s += duration_s
+        self.steps.add(self._loop.now, self._loop.now + duration_s)
         self._loop.at(self._loop.now + duration_s, At.COMPLETION, self._end, step, duration_s)
         return duration_s
 

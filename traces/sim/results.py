@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from heapq import nlargest
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from traces.outcomes import OutcomeStatus, RequestOutcome, RunMode, RunResult
+from traces.sim.hindsight import Hindsight
 from traces.sim.job import RequestRecord
 
 if TYPE_CHECKING:
     from traces.simulator import Simulation
+
+RANKS = (1, 10, 100, 1_000, 10_000)
 
 
 def collect(name: str, simulation: Simulation) -> RunResult:
     """The result of a finished simulation. Holds no real time, so that equal runs give equal bytes."""
     options = simulation.options
     workers = options.prefill_workers + options.decode_workers + options.coupled_workers
-    outcomes = tuple(outcome_of(record) for record in simulation.records.values())
+    outcomes = tuple(outcome_of(record, simulation.hindsight) for record in simulation.records.values())
     return RunResult(
         mode=RunMode.SIMULATED,
         trace=name,
@@ -35,19 +41,33 @@ def collect(name: str, simulation: Simulation) -> RunResult:
         },
         gpus=workers * options.cluster.gpus_per_worker,
         bytes_moved=dict(sorted(simulation.cluster.network.bytes_moved.items())),
+        replicas=replicas(simulation),
         load_max_over_mean=_load_max_over_mean(simulation),
+        prefill_busy_s=sum(_busy_s(simulation)),
+        loads=tuple(simulation.watch.loads),
     )
 
 
-def outcome_of(record: RequestRecord) -> RequestOutcome:
+def replicas(simulation: Simulation) -> dict[str, float]:
+    """Mean number of prefill workers that hold one of the N most used blocks, for N as in figure 11 of the paper (FAST'25)."""
+    uses: Counter[int] = Counter()
+    for record in simulation.records.values():
+        uses.update(record.request.block_hashes)
+    ranked = nlargest(RANKS[-1], uses, key=uses.__getitem__)
+    pools = [worker.cache for worker in simulation.cluster.workers.values() if worker.prefill is not None]
+    holders = [sum(block in pool for pool in pools) for block in ranked]
+    return {str(rank): fmean(holders[:rank]) for rank in RANKS if rank <= len(holders)}
+
+
+def outcome_of(record: RequestRecord, hindsight: Hindsight) -> RequestOutcome:
     """What became of one request."""
-    completed = record.finished_s is not None
+    status = _status(record)
     placement, request = record.placement, record.request
     return RequestOutcome(
         index=record.index,
         due_s=record.arrival_s,
         input_tokens=request.prompt_tokens,
-        status=_status(record),
+        status=status,
         sent_s=record.arrival_s,
         ttft_s=_since(record, record.first_token_s),
         tbt_s=record.tbt_s,
@@ -57,7 +77,8 @@ def outcome_of(record: RequestRecord) -> RequestOutcome:
         reused_tokens=record.reused_tokens,
         predicted_ttft_s=None if placement is None else placement.ttft.total_s,
         reason=_reason(record),
-        wasted_prefill_tokens=0 if completed else record.computed_tokens,
+        wasted_prefill_tokens=0 if status is OutcomeStatus.COMPLETED else record.computed_tokens,
+        falsely_rejected=hindsight.falsely_rejected(record) if status is OutcomeStatus.REJECTED else None,
         prefill_worker=None if placement is None else placement.prefill,
         decode_worker=None if placement is None else placement.decode,
         traffic_class=request.traffic_class,
@@ -95,6 +116,10 @@ def _tpot_s(record: RequestRecord) -> float | None:
 
 def _load_max_over_mean(simulation: Simulation) -> float | None:
     """How unevenly the prefill workers were busy."""
-    busy = [worker.prefill.busy_s for worker in simulation.cluster.workers.values() if worker.prefill is not None]
+    busy = _busy_s(simulation)
     total = sum(busy)
     return max(busy) * len(busy) / total if total > 0 else None
+
+
+def _busy_s(simulation: Simulation) -> list[float]:
+    return [worker.prefill.busy_s for worker in simulation.cluster.workers.values() if worker.prefill is not None]

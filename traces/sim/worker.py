@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from conductor.core.types import Tier, WorkerSpec
+from conductor.core.events import LoadReported
+from conductor.core.types import Tier, WorkerLoad, WorkerSpec
 from traces.sim.cache import BlockCache
 from traces.sim.decode import DecodeEngine
 from traces.sim.links import Link
@@ -54,13 +55,15 @@ class TierStore:
 
 @dataclass(eq=False, slots=True)
 class SimWorker:
-    """`tiers` hold what the worker's node, or the cluster, keeps below the device pool."""
+    """`tiers` hold what the worker's node, or the cluster, keeps below the device pool; `storage` is its card to the
+    shared store."""
 
     spec: WorkerSpec
     reporter: Reporter
     cache: BlockCache
     incoming: Link
     outgoing: Link
+    storage: Link | None = None
     tiers: dict[Tier, TierStore] = field(default_factory=dict)
     prefill: PrefillEngine | None = None
     decode: DecodeEngine | None = None
@@ -83,6 +86,13 @@ class SimWorker:
             if added:
                 first = blocks.index(added[0])
                 self.reporter.stored(tier, blocks[first - 1] if first else None, added)
+
+    def report_load(self) -> None:
+        """Tell the load of the engines; what runs counts as long as the worker's own profile says."""
+        own = WorkerLoad() if self.prefill is None else self.prefill.load(self.spec.profile)
+        if self.decode is not None:
+            own = replace(own, decode_batch=self.decode.batch, decode_context_tokens=self.decode.context_tokens)
+        self.reporter.emit(LoadReported(self.spec.id, self.reporter.epoch, own))
 
     def snapshot(self) -> None:
         """Report everything that is held."""

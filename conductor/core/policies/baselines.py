@@ -49,5 +49,6 @@ def _place_nth(situation: Situation, prefill_number: int, decode_number: int) ->
     if situation.view.specs[table.ids[row]].role is Role.COUPLED:
         decode_row = pool.row[table.ids[row]]
     tbt_s = float(joined_step_s(pool, situation.need.context_tokens)[decode_row])
+    table.first_step_s = tbt_s
     fits = bool(fitting(pool, situation.need)[decode_row])
     return Choice(table, row, decode_choice(pool, decode_row, tbt_s, fits, situation.now))

@@ -17,7 +17,6 @@ import numpy as np
 
 from conductor.core.placement import Choice, Situation, finish, lowest
 from conductor.core.ttft import Candidates, PrefillTerms, overlapped_s
-from conductor.core.types import Holder
 from conductor.core.worker_table import FloatArray
 
 
@@ -34,6 +33,8 @@ def place_conductor(situation: Situation) -> Choice | None:
     score = table.queue_s + work_s
     score += (delay + weights.copy) * (work_s - least_s)
     score += weights.spread_s * pool.churn_share()
+    if table.handover_s is not None:
+        score += table.handover_s
     table.score = score
     return finish(situation, table, lowest(score, usable))
 
@@ -56,14 +57,38 @@ def cheapest_reuse(terms: PrefillTerms, allow_pull: bool) -> Candidates:
         calibrated=pool.calibrated_until_s >= terms.now,
         low_factor=pool.low_factor,
         high_factor=pool.high_factor,
+        handover_s=terms.handover_s(),
+        handover_groups=pool.handover_groups,
+        trust=pool.trust.copy() if pool.distrusted else None,
     )
     if allow_pull and terms.best is not None and bool((local < terms.best_tokens).any()):
         missing = np.maximum(terms.best_tokens - local, 0.0)
-        _take_if_faster(table, terms, missing, terms.pull_s(missing), terms.best)
+        _take_if_faster(table, terms, missing, terms.pull_s(missing), 0.0)
+    if pool.lower_holders:
+        _restore_if_faster(table, terms)
     return table
 
 
-def _take_if_faster(table: Candidates, terms: PrefillTerms, tokens: FloatArray, bring_s: FloatArray, source: Holder) -> None:
+def _restore_if_faster(table: Candidates, terms: PrefillTerms) -> None:
+    """Let each worker restore what host, disk or shared store hold beyond its device pool."""
+    pool, rows = terms.pool, np.arange(len(terms.pool), dtype=np.float64)
+    tiers = (
+        (pool.host_slot, pool.host_bytes_per_s),
+        (pool.disk_slot, pool.disk_bytes_per_s),
+        (pool.shared_slot, pool.shared_bytes_per_s),
+    )
+    for number, (slots, bytes_per_s) in enumerate(tiers):
+        missing = terms.tier_tokens(slots) - terms.local_tokens
+        if not (missing > 0.0).any():
+            continue
+        np.maximum(missing, 0.0, out=missing)
+        table.sources = (terms.best, *pool.lower_holders)
+        _take_if_faster(table, terms, missing, terms.restore_s(missing, bytes_per_s), 1.0 + number * len(pool) + rows)
+
+
+def _take_if_faster(
+    table: Candidates, terms: PrefillTerms, tokens: FloatArray, bring_s: FloatArray, source_code: FloatArray | float
+) -> None:
     """Let each worker fetch `tokens` in `bring_s` seconds if that beats what `table` has for it."""
     pool = terms.pool
     prefill_s = terms.prefill_s(terms.local_tokens + tokens)
@@ -72,6 +97,7 @@ def _take_if_faster(table: Candidates, terms: PrefillTerms, tokens: FloatArray, 
     np.copyto(table.prefill_s, prefill_s, where=faster)
     np.copyto(table.transfer_s, transfer_s, where=faster)
     np.copyto(table.fetched_tokens, tokens, where=faster)
+    np.copyto(table.source_code, source_code, where=faster)
 
 
 def least_work_s(situation: Situation) -> float:

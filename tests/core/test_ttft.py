@@ -1,0 +1,70 @@
+"""Time to first token where it waits for the hand-over, and where it does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from conductor.core.config import SchedulerConfig
+from conductor.core.events import WorkerJoined
+from conductor.core.types import Role
+from tests.core.builders import PROFILE, Drive, cluster, drive, request, worker
+
+SERIAL = replace(PROFILE, first_token_after_handover=True, handover_overlaps_prefill=False)
+SEND_S = 640 * 100_000 / 1e10
+STEP_S = 0.01 + 0.001 + 640 * 1e-7
+
+
+def test_a_first_token_from_the_prefill_worker_waits_for_no_handover(scheduler: Drive) -> None:
+    """Without the flag the estimate ends with the prefill."""
+    estimate = scheduler.place(request()).ttft
+    assert (estimate.transfer_s, estimate.handover_s) == (0.0, 0.0)
+
+
+def test_a_first_token_from_the_decode_worker_waits_for_handover_and_one_step() -> None:
+    """The whole prompt's KV travels after the prefill; then the decode worker makes one step."""
+    estimate = drive(joins=cluster(profile=SERIAL)).place(request()).ttft
+    assert pytest.approx(SEND_S + STEP_S) == estimate.transfer_s
+    assert estimate.transfer_s == estimate.handover_s
+
+
+def test_the_handover_widens_the_interval_with_the_rest() -> None:
+    """Both ends of the interval contain the hand-over."""
+    plain = drive(joins=cluster()).place(request()).ttft
+    waits = drive(joins=cluster(profile=SERIAL)).place(request()).ttft
+    assert waits.low_s - plain.low_s == pytest.approx(SEND_S + STEP_S)
+    assert waits.high_s - plain.high_s == pytest.approx(SEND_S + STEP_S)
+
+
+def test_a_streamed_handover_adds_only_what_the_prefill_does_not_hide() -> None:
+    """Of a short hand-over beside a long prefill, one layer group is left at the end."""
+    streamed = replace(SERIAL, handover_overlaps_prefill=True, layer_groups=8)
+    estimate = drive(joins=cluster(profile=streamed)).place(request()).ttft
+    assert estimate.handover_s == pytest.approx(SEND_S / 8 + STEP_S)
+
+
+def test_a_slow_network_card_bounds_the_handover() -> None:
+    """The slower of card and link counts."""
+    estimate = drive(joins=cluster(profile=SERIAL, nic_bytes_per_s=1e9)).place(request()).ttft
+    assert estimate.handover_s == pytest.approx(10 * SEND_S + STEP_S)
+
+
+def test_the_handover_keeps_no_prefill_worker_busy() -> None:
+    """The next request in line waits for the prefill alone."""
+    driven = drive(joins=cluster(prefill=1, profile=SERIAL))
+    first = driven.place(request("r1"))
+    assert driven.place(request("r2")).ttft.queue_s == pytest.approx(first.ttft.prefill_s)
+
+
+def test_a_coupled_engine_hands_nothing_over() -> None:
+    """It sends the first token where it was computed."""
+    joined = WorkerJoined(worker("c0", Role.COUPLED, profile=SERIAL), epoch=1)
+    assert drive(joins=[joined]).place(request()).ttft.handover_s == 0.0
+
+
+@pytest.mark.parametrize("policy", ["conductor", "kvcache_centric", "round_robin", "least_loaded"])
+def test_every_policy_reports_the_handover(policy: str) -> None:
+    """The estimate does not depend on who chose."""
+    driven = drive(SchedulerConfig(policy=policy), cluster(profile=SERIAL))
+    assert driven.place(request()).ttft.handover_s == pytest.approx(SEND_S + STEP_S)
