@@ -2,8 +2,9 @@
 
 Every report carries its source, the source's life (epoch) and a sequence number without gaps. A repeated or older stamp changes
 nothing; a new epoch forgets everything the old one claimed; a gap asks for a snapshot, and until that comes only removals are
-believed, since a removal never makes a claim false. Reports of a source that has not joined, or is known to be dead, are
-ignored: nobody could fetch from it, and nobody would say when its claims end.
+believed, since a removal never makes a claim false, and the index trusts no closure, since a removal may have been lost.
+Reports of a source that has not joined, or is known to be dead, are ignored: nobody could fetch from it, and nobody would say
+when its claims end.
 """
 
 from __future__ import annotations
@@ -146,6 +147,8 @@ class BlockReports:
 
     def _ask(self, source: str, log: SourceLog, now: float) -> list[Command]:
         log.asked_s = now
+        for holder in log.holders:
+            self._index.doubt(holder)
         return [RequestSnapshot(source, log.epoch)]
 
     def _holder(self, source: str, tier: Tier, log: SourceLog) -> Holder:
