@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -55,8 +55,12 @@ class Stage:
 
 
 @pytest.fixture(autouse=True)
-def quiet() -> None:
-    logging.getLogger("conductor").setLevel(logging.CRITICAL + 1)
+def quiet() -> Iterator[None]:
+    logger = logging.getLogger("conductor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    yield
+    logger.setLevel(before)
 
 
 @pytest.fixture
