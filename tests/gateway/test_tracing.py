@@ -17,6 +17,7 @@ from conductor.core.types import RejectReason
 from conductor.gateway.tracing import Tracing, TracingError, tracing_from
 from tests.doubles.scripted_engine import Script
 from tests.gateway.conftest import MODEL, Live, StartGateway
+from tests.gateway.test_lifecycle import eventually
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"
@@ -35,6 +36,11 @@ class Collector:
             attributes = {each.key: each.value.string_value for each in resource.resource.attributes}
             self.services.add(attributes["service.name"])
             self.spans += [span for scope in resource.scope_spans for span in scope.spans]
+
+    def wait(self, tracing: Tracing) -> None:
+        """Until a whole trace has come: its first span is sent last, after the client has its answer."""
+        eventually(lambda: any(span.name == "POST /v1/completions" for span in self.spans))
+        tracing.close()
 
     def attributes(self, name: str) -> dict[str, Any]:
         (span,) = [span for span in self.spans if span.name == name]
@@ -63,6 +69,7 @@ def collector() -> Iterator[Collector]:
 def tracing(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> Tracing:
     """Configured as an operator would: one environment variable."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
     return Tracing(tracing_from({"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}))
 
 
@@ -76,7 +83,7 @@ def test_a_generation_becomes_spans_of_the_client_s_trace(
     live = start_gateway(tracing=tracing)
     live.engine.script = Script(reused_tokens=2, delay_s=0.01)
     answer = ask(live, traceparent=TRACEPARENT)
-    tracing.close()
+    collector.wait(tracing)
     by_name = {span.name: span for span in collector.spans}
     assert set(by_name) == {"POST /v1/completions", "prepare", "wait", "decide", "first_token", "hand_over", "decode"}
     root = by_name.pop("POST /v1/completions")
@@ -96,7 +103,7 @@ def test_spans_tell_prediction_and_outcome(start_gateway: StartGateway, collecto
     live = start_gateway(tracing=tracing)
     live.engine.script = Script(reused_tokens=2)
     ask(live)
-    tracing.close()
+    collector.wait(tracing)
     first = collector.attributes("first_token")
     assert (first["conductor.predicted.queue_s"], first["conductor.predicted.transfer_s"]) == (0.1, 0.02)
     assert (first["conductor.prefill_worker"], first["conductor.reused_tokens"]) == ("p0", 2)
@@ -109,7 +116,7 @@ def test_a_refusal_has_a_decision_and_no_tokens(start_gateway: StartGateway, col
     live = start_gateway(tracing=tracing)
     live.engine.script = Script(rejection=RejectReason.OVERLOAD)
     ask(live)
-    tracing.close()
+    collector.wait(tracing)
     assert {span.name for span in collector.spans} == {"POST /v1/completions", "prepare", "wait", "decide"}
     assert collector.attributes("decide")["conductor.outcome"] == "rejected"
     assert collector.attributes("POST /v1/completions")["http.response.status_code"] == 429
