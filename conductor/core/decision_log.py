@@ -65,9 +65,6 @@ class DecisionLog:
         self._rules = {"policy": policy, "admission": admission}
         self._records: dict[RequestId, list[Record]] = {}
 
-    def __len__(self) -> int:
-        return len(self._records)
-
     def decided(self, request: Request, arrived_s: float, choice: Choice | None, decision: Decision, now: float) -> None:
         """Remember a decision. The choice's columns are kept, so whoever made them must not write to them afterwards."""
         if self._capacity == 0:

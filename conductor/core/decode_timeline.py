@@ -34,9 +34,6 @@ class DecodeTimeline:
         self._end_s: FloatArray = np.full(FIRST_ROOM, math.inf)
         self._context: FloatArray = np.zeros(FIRST_ROOM)
 
-    def __len__(self) -> int:
-        return len(self._row)
-
     def expect(self, request: RequestId, begin_s: float, end_s: float, context_tokens: int) -> None:
         """The request will decode from `begin_s` to `end_s`. Told again, it replaces what was expected before."""
         row = self._row.get(request)

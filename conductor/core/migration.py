@@ -67,9 +67,6 @@ class Migration:
         self._allowance_bytes = 0.0
         self._last_round_s: float | None = None
 
-    def __len__(self) -> int:
-        return len(self._copies)
-
     def observe(self, blocks: tuple[BlockHash, ...], match: PrefixMatch, now: float) -> None:
         """A request was decided: what of its prompt is cached anywhere gets warmer."""
         depth = int(match.confirmed.max(initial=0)) if self._config.budget_bytes_per_s > 0.0 else 0

@@ -3,7 +3,8 @@
 Queue time is the predicted remaining time of what a worker runs plus the predicted time of what it has queued. Work counts from
 the moment it is dispatched, before the worker has said a word, so that a burst does not herd onto one worker; reports
 correct it (`PrefillStarted`, `PrefillFinished`, `LoadReported`). It is never negative: the running part is an end time that
-`now` overtakes, the queued part a sum over the requests that are really there. (Mooncake FAST'25, EstimatePrefillQueueTime.)
+`now` overtakes, the queued part a sum over the requests that are really there. What others sent to a worker counts until its
+time has passed, should the worker say no more. (Mooncake FAST'25, EstimatePrefillQueueTime.)
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class PrefillPool(WorkerTable):
         "running_end_s": np.float64,
         "pending_s": np.float64,
         "foreign_s": np.float64,
+        "foreign_end_s": np.float64,
         "active_tokens": np.float64,
         "churn_tokens": np.float64,
         "jobs": np.int64,
@@ -81,6 +83,7 @@ class PrefillPool(WorkerTable):
     running_end_s: FloatArray
     pending_s: FloatArray
     foreign_s: FloatArray
+    foreign_end_s: FloatArray
     active_tokens: FloatArray
     churn_tokens: FloatArray
     jobs: IntArray
@@ -149,7 +152,7 @@ class PrefillPool(WorkerTable):
         """Seconds until each worker could start something more."""
         queue: FloatArray = np.maximum(self.running_end_s - now, 0.0)
         queue += self.pending_s
-        queue += self.foreign_s
+        queue += np.minimum(np.maximum(self.foreign_end_s - now, 0.0), self.foreign_s)
         return queue
 
     def churn_share(self) -> FloatArray:
@@ -161,7 +164,8 @@ class PrefillPool(WorkerTable):
 
     def worker_queue_s(self, worker: WorkerId, now: float) -> float:
         row = self.row[worker]
-        return max(float(self.running_end_s[row]) - now, 0.0) + float(self.pending_s[row]) + float(self.foreign_s[row])
+        foreign_s = min(max(float(self.foreign_end_s[row]) - now, 0.0), float(self.foreign_s[row]))
+        return max(float(self.running_end_s[row]) - now, 0.0) + float(self.pending_s[row]) + foreign_s
 
     def outstanding(self, worker: WorkerId) -> Mapping[RequestId, PrefillJob]:
         return self._work[worker]
@@ -204,6 +208,7 @@ class PrefillPool(WorkerTable):
             self.running_end_s[row] = now + load.running_prefill_remaining_s
         unknown_tokens = max(0, load.queued_prefill_tokens - int(self.active_tokens[row]))
         self.foreign_s[row] = unknown_tokens * float(self.per_token_s[row] * self.correction[row])
+        self.foreign_end_s[row] = max(float(self.running_end_s[row]), now) + self.foreign_s[row]
 
     def prefill_s(self, worker: WorkerId, prompt_tokens: int, reused_tokens: int) -> float:
         """Corrected prediction for one worker."""

@@ -11,6 +11,7 @@ import pytest
 from conductor.core.cluster_view import Flow
 from conductor.core.config import SchedulerConfig
 from conductor.core.events import RequestArrived, WorkerLost
+from conductor.core.migration import Head
 from conductor.core.scheduler import Scheduler
 from conductor.core.types import InvariantError
 from tests.core.builders import drive, request
@@ -79,6 +80,14 @@ def outlive(scheduler: Scheduler) -> None:
     scheduler._reports._dead["p0"] = 5
 
 
+def track_without_budget(scheduler: Scheduler) -> None:
+    scheduler._migration._heads[1] = Head((1,), 1.0, 0.0)
+
+
+def leak_a_row(scheduler: Scheduler) -> None:
+    scheduler._books.timeline._free.pop()
+
+
 def shuffle_rows(scheduler: Scheduler) -> None:
     pool = scheduler._view.prefill
     pool.ids = pool.ids[::-1]
@@ -101,6 +110,8 @@ def shorten_column(scheduler: Scheduler) -> None:
         (forget_worker, "differ from the pools'"),
         (read_ahead, "beyond the highest sequence"),
         (outlive, "I8: p0 is followed in epoch 1, which is over"),
+        (track_without_budget, "a replicator without budget"),
+        (leak_a_row, "expected decodes and"),
         (shuffle_rows, "do not match the known workers"),
         (shorten_column, "column trust has 1 rows for 2 workers"),
         (cells("prefill", "jobs", 7), "7 jobs counted"),

@@ -12,10 +12,14 @@ import pytest
 from conductor.core.commands import Cancel, Command, Reject, ResumeRequest, StartDecode
 from conductor.core.config import QueueConfig, SchedulerConfig
 from conductor.core.events import (
+    FirstToken,
     HandoverFinished,
     PrefillFinished,
+    PrefillStarted,
     RequestArrived,
+    RequestCancelled,
     RequestFailed,
+    RequestFinished,
     RequestResumed,
     Tick,
     WorkerDraining,
@@ -26,7 +30,7 @@ from conductor.core.messages import GenerationJob, SamplingParams
 from conductor.core.policies import POLICIES, policy_named
 from conductor.core.prefix_index import PrefixIndex
 from conductor.core.scheduler import Scheduler
-from conductor.core.types import Holder, RejectReason, Role, Tier
+from conductor.core.types import SLO, FinishReason, Holder, RejectReason, Role, Tier
 from tests.core.builders import BLOCK_TOKENS, PROFILE, Drive, blocks, cluster, drive, placements, request, worker
 
 AT_ONCE = SchedulerConfig(policy="conductor", late_binding=False)
@@ -74,6 +78,33 @@ def test_a_line_that_is_full_refuses() -> None:
     driven = drive(config, cluster(1, 1))
     driven.settle(RequestArrived(request("r1", tokens=6400)))
     assert refused(driven.arrive(request("r2"), request("r3"))) == [RejectReason.QUEUE_FULL]
+
+
+def test_a_request_that_nobody_can_take_yet_keeps_its_place_in_line() -> None:
+    """Objectives or not, it is placed as soon as workers of its model are there."""
+    config = SchedulerConfig(policy="conductor", slo=SLO(ttft_s=1.0))
+    driven = drive(
+        config, [WorkerJoined(worker(f"{role[0]}0", role, model="other"), 1) for role in (Role.PREFILL, Role.DECODE)]
+    )
+    assert driven.settle(RequestArrived(request("r1", model="wanted"))) == []
+    joins = [WorkerJoined(worker(f"{role[0]}1", role, model="wanted"), 1) for role in (Role.PREFILL, Role.DECODE)]
+    assert [(one.prefill, one.decode) for one in placements(driven(*joins))] == [("p1", "d1")]
+
+
+def test_a_random_draw_keeps_a_coupled_engine_together() -> None:
+    """The decode worker drawn is the one that prefills."""
+    driven = drive(replace(AT_ONCE, policy="random"), [WorkerJoined(worker("c0", Role.COUPLED), 1), *cluster(0, 2)])
+    assert {(one.prefill, one.decode) for one in placements(driven.arrive(*(request(f"r{n}") for n in range(9))))} == {
+        ("c0", "c0")
+    }
+
+
+def test_short_prompts_of_one_wait_share_an_engine_step() -> None:
+    """A worker that packs prompts gets several at once while others wait."""
+    profile = replace(PROFILE, chunk_tokens=4096, packs_prompts=True)
+    driven = drive(SchedulerConfig(policy="conductor"), cluster(1, 1, profile=profile))
+    driven(*(RequestArrived(request(f"r{number}", tokens=300)) for number in range(8)))
+    assert len(placements(driven.settle())) > 1
 
 
 # continuations
@@ -200,6 +231,60 @@ def test_node_tiers_live_as_long_as_any_worker_of_the_node() -> None:
     assert index.holders(blocks(3)[2]) == ()
 
 
+def test_what_is_told_of_unknown_requests_and_workers_changes_nothing() -> None:
+    """Late news of what has long ended."""
+    driven = drive(AT_ONCE)
+    finished = RequestFinished("r9", 1, 5, FinishReason.STOP)
+    late = (FirstToken("r9", 1), finished, RequestCancelled("r9"), RequestFailed("r9", 1, "p0", "gone"), WorkerDraining("p9"))
+    assert driven(*late, PrefillStarted("r9", 1, "p0"), HandoverFinished("r9", 1, 1, 0.1), WorkerLost("p0", 0)) == []
+    assert driven.place(request("r1")).prefill == "p0"
+
+
+def test_an_arrival_told_twice_is_one_request() -> None:
+    """The second telling is ignored while the first is in flight."""
+    driven = drive(AT_ONCE)
+    assert len(placements(driven.arrive(request("r1"), request("r1")))) == 1
+
+
+def test_a_request_that_decodes_ends_well_without_the_worker_that_prefilled_it() -> None:
+    """Nothing of it is left there, so nothing needs to be given back."""
+    driven = drive(AT_ONCE)
+    placed = driven.place(request("r1"))
+    driven.prefilled(placed, 0.07)
+    driven(HandoverFinished("r1", 1, 1, 0.01), WorkerLost(placed.prefill, 1))
+    assert driven(RequestFinished("r1", 1, 5, FinishReason.STOP)) == []
+    assert not driven.scheduler._view.decode.reserved_blocks.any()
+
+
+def test_a_request_whose_work_was_reported_done_may_still_fail() -> None:
+    """Work that is given back is not given back twice."""
+    driven = drive(AT_ONCE)
+    placed = driven.place(request("r1"))
+    driven.prefilled(placed, 0.07)
+    assert driven(RequestCancelled("r1")) == [Cancel("r1", 1, (placed.prefill, str(placed.decode)))]
+
+
+def test_workers_of_different_profiles_are_calibrated_apart() -> None:
+    """What one kind of worker has shown says nothing of another."""
+    other = replace(PROFILE, prefill_base_s=0.02)
+    joins = [*cluster(1, 1), WorkerJoined(worker("q0", Role.PREFILL, profile=other), 1)]
+    driven = drive(replace(AT_ONCE, policy="round_robin"), joins)
+    for number in range(12):
+        placed = driven.place(request(f"r{number}"))
+        driven.prefilled(placed, PROFILE.prefill_s(640, 0) if placed.prefill == "p0" else 5.0)
+    calibrated = {placed.prefill: placed.ttft.calibrated for placed in (driven.place(request(f"s{n}")) for n in range(2))}
+    assert calibrated == {"p0": True, "q0": False}
+
+
+def test_handover_counts_for_those_workers_alone_whose_first_token_waits_for_it() -> None:
+    """In a mixed pool each worker's estimate is its own."""
+    waits = replace(PROFILE, first_token_after_handover=True, handover_overlaps_prefill=False)
+    joins = [*cluster(1, 1), WorkerJoined(worker("q0", Role.PREFILL, profile=waits), 1)]
+    driven = drive(replace(AT_ONCE, policy="round_robin"), joins)
+    handover_s = {placed.prefill: placed.ttft.handover_s for placed in (driven.place(request(f"r{n}")) for n in range(2))}
+    assert handover_s["p0"] == 0.0 < handover_s["q0"]
+
+
 # the index
 
 
@@ -242,6 +327,7 @@ def test_one_of_two_who_expect_the_same_blocks_may_give_up() -> None:
         index.expect(holder, blocks(3), 10.0)
     index.unexpect(holder, blocks(3))
     assert index.match(blocks(3)).depths[slot] == 3
+    index.unexpect(holder, blocks(3))
     index.unexpect(holder, blocks(3))
     index.check()
     assert index.match(blocks(3)).depths[slot] == 0

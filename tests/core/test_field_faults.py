@@ -17,6 +17,7 @@ from conductor.core.events import (
     CacheCleared,
     IndexSnapshot,
     LoadReported,
+    RequestArrived,
     Tick,
     WorkerJoined,
     WorkerLost,
@@ -122,6 +123,16 @@ def test_an_overdue_prefill_does_not_make_its_worker_look_idle() -> None:
     driven = drive(OURS)
     slow = driven.place(request("r1", tokens=12_800), at=0.0)
     assert driven.place(request("r2"), at=2.7).prefill != slow.prefill
+
+
+def test_a_worker_that_says_no_more_is_not_busy_for_ever() -> None:
+    """Its last report does not keep the line waiting: work that others sent to it passes with time (I16)."""
+    driven = drive(SchedulerConfig(policy="round_robin", late_binding=True), cluster(1, 1))
+    driven(LoadReported("p0", 1, WorkerLoad(queued_prefill_tokens=3000)))
+    assert placements(driven.settle(RequestArrived(request("r1")))) == []
+    due_s = driven.scheduler.next_deadline()
+    assert due_s == pytest.approx(0.295)
+    assert len(placements(driven.settle(at=0.3))) == 1
 
 
 def test_one_busy_worker_costs_the_others_no_affinity() -> None:

@@ -37,6 +37,7 @@ class Worker:
     work: dict[str, tuple[float, int]] = field(default_factory=dict)
     ends_s: float = 0.0
     foreign_s: float = 0.0
+    foreign_end_s: float = 0.0
     reserved: dict[str, tuple[int, int, bool]] = field(default_factory=dict)
     foreign: tuple[int, int] = (0, 0)
     accepts: bool = True
@@ -126,6 +127,7 @@ class ViewMachine(RuleBasedStateMachine):
             worker = self.workers[name]
             worker.ends_s = self.now + remaining_s if remaining_s else worker.ends_s
             worker.foreign_s = max(0, tokens - sum(count for _, count in worker.work.values())) * PROFILE.prefill_per_token_s
+            worker.foreign_end_s = max(worker.ends_s, self.now) + worker.foreign_s
             self.view.prefill.report(name, load, self.now)
         if self.decodes(name):
             worker = self.workers[name]
@@ -171,7 +173,11 @@ class ViewMachine(RuleBasedStateMachine):
         for row, name in enumerate(self.view.prefill.ids):
             worker = self.workers[name]
             waiting_s = sum(work_s for work_s, _ in list(worker.work.values())[1:])
-            expected_s = max(worker.ends_s - self.now, 0.0) + waiting_s + worker.foreign_s
+            expected_s = (
+                max(worker.ends_s - self.now, 0.0)
+                + waiting_s
+                + min(worker.foreign_s, max(worker.foreign_end_s - self.now, 0.0))
+            )
             assert abs(queue_s[row] - expected_s) < 1e-9
             assert abs(self.view.prefill.worker_queue_s(name, self.now) - expected_s) < 1e-9
             assert set(self.view.prefill.outstanding(name)) == set(worker.work)
