@@ -11,12 +11,13 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from conductor.core.types import TTFTEstimate
 from conductor.engine_client import ClusterStatus
+from conductor.tallies import Distribution, Tally
 
 TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 TBT_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -31,25 +32,19 @@ class GatewayMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         own = self.registry
-        self._requests = Counter("conductor_requests", "Answers by endpoint and status", ["endpoint", "code"], registry=own)
-        self._rejections = Counter("conductor_rejections", "Refused by the scheduler", ["reason"], registry=own)
-        self._cancels = Counter("conductor_cancels", "Generations cancelled by the gateway", registry=own)
-        self._ttft = Histogram("conductor_ttft_seconds", "Submission to first token", buckets=TTFT_BUCKETS_S, registry=own)
-        self._tbt = Histogram("conductor_tbt_seconds", "Between two tokens", buckets=TBT_BUCKETS_S, registry=own)
-        self._ratio = Histogram(
-            "conductor_ttft_estimate_ratio", "Actual over predicted TTFT", buckets=RATIO_BUCKETS, registry=own
-        )
-        self._error = Histogram(
-            "conductor_ttft_estimate_error_seconds", "|actual - predicted| TTFT", buckets=TTFT_BUCKETS_S, registry=own
-        )
-        self._predicted = Histogram(
-            "conductor_predicted_ttft_seconds", "TTFT as promised at placement", buckets=TTFT_BUCKETS_S, registry=own
-        )
-        self._reuse = ReuseCounters(own)
-        self._tenant_tokens = Counter("conductor_tenant_tokens", "Tokens by tenant and kind", ["tenant", "kind"], registry=own)
-        self._prompt_tokens = Counter("conductor_prompt_tokens", "Tokens of prompts", registry=own)
-        self._hit_tokens = Counter("conductor_prompt_hit_tokens", "Tokens of prompts answered from cache", registry=own)
-        self._output_tokens = Counter("conductor_output_tokens", "Generated tokens", registry=own)
+        self._requests = Tally("conductor_requests", "Answers by endpoint and status", own, ["endpoint", "code"])
+        self._rejections = Tally("conductor_rejections", "Refused by the scheduler or the gateway", own, ["reason"])
+        self._cancels = Tally("conductor_cancels", "Generations cancelled by the gateway", own)
+        self._ttft = Distribution("conductor_ttft_seconds", "Submission to first token", own, TTFT_BUCKETS_S)
+        self._tbt = Distribution("conductor_tbt_seconds", "Between two tokens", own, TBT_BUCKETS_S)
+        self._ratio = Distribution("conductor_ttft_estimate_ratio", "Actual over predicted TTFT", own, RATIO_BUCKETS)
+        self._error = Distribution("conductor_ttft_estimate_error_seconds", "|actual - predicted| TTFT", own, TTFT_BUCKETS_S)
+        self._predicted = Distribution("conductor_predicted_ttft_seconds", "TTFT promised at placement", own, TTFT_BUCKETS_S)
+        self._reuse = ReuseTallies(own)
+        self._tenant_tokens = Tally("conductor_tenant_tokens", "Tokens by tenant and kind", own, ["tenant", "kind"])
+        self._prompt_tokens = Tally("conductor_prompt_tokens", "Tokens of prompts", own)
+        self._hit_tokens = Tally("conductor_prompt_hit_tokens", "Tokens of prompts answered from cache", own)
+        self._output_tokens = Tally("conductor_output_tokens", "Generated tokens", own)
         self.in_flight = 0
         self.waiting = 0
         in_flight = Gauge("conductor_requests_in_flight", "Generations in progress at this gateway", registry=own)
@@ -59,21 +54,17 @@ class GatewayMetrics:
         self.waiting_for_turn: Callable[[], int] = lambda: 0
         room = Gauge("conductor_requests_waiting_for_turn", "Requests in the gateway's waiting room", registry=own)
         room.set_function(lambda: self.waiting_for_turn())
-        self._answers: dict[tuple[str, int], Counter] = {}
         self._cluster = ClusterFigures()
         own.register(self._cluster)
 
     def answered(self, endpoint: str, status: int) -> None:
-        answers = self._answers.get((endpoint, status))
-        if answers is None:
-            answers = self._answers[endpoint, status] = self._requests.labels(endpoint, str(status))
-        answers.inc()
+        self._requests.add(1, endpoint, str(status))
 
     def rejected(self, reason: str) -> None:
-        self._rejections.labels(reason).inc()
+        self._rejections.add(1, reason)
 
     def cancelled(self) -> None:
-        self._cancels.inc()
+        self._cancels.add(1)
 
     def first_token(self, ttft_s: float, predicted: TTFTEstimate | None) -> None:
         """A first token came `ttft_s` after submission; estimates of an uncalibrated model are not judged."""
@@ -89,17 +80,17 @@ class GatewayMetrics:
 
     def tenant_tokens(self, tenant: str, prompt: int, output: int) -> None:
         """Totals of one request when it ends; tenants come from the keys file, so their number is bounded."""
-        self._tenant_tokens.labels(tenant, "prompt").inc(prompt)
-        self._tenant_tokens.labels(tenant, "output").inc(output)
+        self._tenant_tokens.add(prompt, tenant, "prompt")
+        self._tenant_tokens.add(output, tenant, "output")
 
     def next_token(self, tbt_s: float) -> None:
         self._tbt.observe(tbt_s)
 
     def tokens(self, prompt: int, hit: int, output: int) -> None:
         """Totals of one request when it ends."""
-        self._prompt_tokens.inc(prompt)
-        self._hit_tokens.inc(hit)
-        self._output_tokens.inc(output)
+        self._prompt_tokens.add(prompt)
+        self._hit_tokens.add(hit)
+        self._output_tokens.add(output)
 
     def exposition(self, status: ClusterStatus | None) -> bytes:
         """The text of `/metrics`; `status` None says that the cluster did not answer."""
@@ -107,14 +98,14 @@ class GatewayMetrics:
         return generate_latest(self.registry)
 
 
-class ReuseCounters:
+class ReuseTallies:
     """How well the prefix index knows each worker's cache, in tokens: precision is confirmed over predicted, recall is
     confirmed over actual, and confirmed is the smaller of the two for each request."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         name = "conductor_index_{}_tokens"
         self._predicted, self._actual, self._confirmed = (
-            Counter(name.format(kind), words, ["worker"], registry=registry)
+            Tally(name.format(kind), words, registry, ["worker"])
             for kind, words in (
                 ("predicted", "Prompt tokens that a placement expected to reuse"),
                 ("actual", "Prompt tokens that were reused"),
@@ -123,9 +114,9 @@ class ReuseCounters:
         )
 
     def book(self, worker: str, predicted_tokens: int, actual_tokens: int) -> None:
-        self._predicted.labels(worker).inc(predicted_tokens)
-        self._actual.labels(worker).inc(actual_tokens)
-        self._confirmed.labels(worker).inc(min(predicted_tokens, actual_tokens))
+        self._predicted.add(predicted_tokens, worker)
+        self._actual.add(actual_tokens, worker)
+        self._confirmed.add(min(predicted_tokens, actual_tokens), worker)
 
 
 class ClusterFigures(Collector):

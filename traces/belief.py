@@ -7,13 +7,11 @@ times goes with it. Coefficients may not be negative: a term that would be is le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
 from conductor.core.cost_profile import CostProfile, ResidualQuantiles
-from traces.clusters.profile import ClusterProfile, FirstTokenFrom, Handover
+from traces.clusters.profile import ClusterProfile, FirstTokenFrom, Handover, LowerTier
 from traces.service_time import DecodeTime, PrefillTime, chunks_of, prompt_s
 
 PROMPT_TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -95,6 +93,8 @@ def _tier_speeds(cluster: ClusterProfile) -> tuple[float, ...]:
     """Bytes per second by tier, device first."""
     if not cluster.tiers:
         return ()
-    names: Sequence[str] = ("host", "disk", "shared")
-    speed: Callable[[str], float] = lambda name: cluster.tiers[name].bytes_per_s if name in cluster.tiers else 0.0  # noqa
-    return (cluster.network.nic_bytes_per_s, *(speed(name) for name in names))
+    names: tuple[LowerTier, ...] = ("host", "disk", "shared")
+    speeds = {name: cluster.tiers[name].bytes_per_s for name in names if name in cluster.tiers}
+    if "shared" in speeds and cluster.storage is not None:
+        speeds["shared"] = min(speeds["shared"], cluster.storage.nic_bytes_per_s)
+    return (cluster.network.nic_bytes_per_s, *(speeds.get(name, 0.0) for name in names))

@@ -1,62 +1,69 @@
-"""`conductor experiment`: runs an experiment of the paper and prints its figures beside ours, and which claims hold."""
+"""`conductor experiment`: runs an experiment of a paper and prints its figures beside ours, and which claims hold."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rich.table import Table
 
-from traces.console import ExitCode, fail, progress_bar, remark_on_reading, standard_output
-from traces.experiments.experiment import Claim, Experiment
+from traces.console import ExitCode, bad_input, progress_bar, remark_on_reading, standard_output
+from traces.experiments.experiment import Experiment, Findings
 from traces.formats import Trace
-from traces.outcomes import RunResult
+from traces.generate import generate
 from traces.report import STANDARD_OUTPUT, write_json
-from traces.schema import TraceError
-from traces.simulator import simulate
+from traces.schema import TraceRequest
 
 
-def run_experiment(experiment: Experiment, trace: Trace, json_target: str | None) -> ExitCode:
-    """Exit code 1 when a claim does not hold. Raises typer.Exit with a line of error when the trace cannot be read."""
-    variants = experiment.variants()
-    runs: dict[str, RunResult] = {}
-    try:
-        requests = list(trace)
-        remark_on_reading(trace.report)
-        with progress_bar(experiment.name, len(variants)) as bar:
-            for variant in variants:
-                bar.update(bar.task_ids[0], note=variant.label)
-                runs[variant.label] = simulate(requests, variant.options, name=trace.path.name)
-                bar.update(bar.task_ids[0], advance=1)
-    except TraceError as error:
-        raise fail(str(error)) from error
-    rows = [(variant.label, variant.paper, experiment.figure(runs[variant.label])) for variant in variants]
-    claims = list(experiment.judge(runs))
+def run_experiment(experiment: Experiment, trace: Trace | None, limit: int | None, json_target: str | None) -> ExitCode:
+    """Exit code 1 when a claim does not hold. Without a trace its workload is generated, `limit` requests of it.
+
+    Raises typer.Exit with a line of error when the trace cannot be read.
+    """
+    with bad_input():
+        source: Iterable[TraceRequest] = generate(experiment.workload, limit) if trace is None else trace
+        requests = list(source)
+        if trace is not None:
+            remark_on_reading(trace.report)
+        with progress_bar(experiment.name, experiment.steps()) as bar:
+            task = bar.task_ids[0]
+            begun = iter(range(experiment.steps()))
+            findings = experiment.run(requests, lambda label: bar.update(task, completed=next(begun), note=label))
+            bar.update(task, completed=experiment.steps(), note="")
+    name = f"{experiment.workload} look-alike" if trace is None else trace.path.name
     if json_target != STANDARD_OUTPUT:
-        _print(experiment, rows, claims)
+        _print(experiment, f"{name}, {len(requests):,} requests", findings)
     if json_target is not None:
-        write_json(_as_json(experiment, rows, claims), json_target)
-    return ExitCode.DONE if all(claim.holds for claim in claims) else ExitCode.REQUESTS_FAILED
+        write_json(_as_json(experiment, name, len(requests), findings), json_target)
+    return ExitCode.DONE if all(claim.holds for claim in findings.claims) else ExitCode.REQUESTS_FAILED
 
 
-def _print(experiment: Experiment, rows: list[tuple[str, str | None, float]], claims: list[Claim]) -> None:
-    table = Table(title=f"{experiment.name} ({experiment.source}): {experiment.figure_name}", title_justify="left")
-    for column in ("", "paper", "ours"):
-        table.add_column(column, justify="right" if column else "left")
-    for label, paper, figure in rows:
-        table.add_row(label, paper or "", f"{figure:.3f}")
+def _print(experiment: Experiment, trace: str, findings: Findings) -> None:
+    table = Table(title=f"{experiment.name} ({experiment.source}) on {trace}", title_justify="left")
+    table.add_column("")
+    table.add_column("paper")
+    for column in findings.columns:
+        table.add_column(column, justify="right")
+    for row in findings.rows:
+        table.add_row(row.label, row.paper or "", *(f"{figure:,.3f}" for figure in row.ours))
     verdicts = Table(show_header=True)
     for column in ("claim", "holds", "ours"):
         verdicts.add_column(column)
-    for claim in claims:
+    for claim in findings.claims:
         verdicts.add_row(claim.text, "yes" if claim.holds else "NO", claim.ours)
     out = standard_output()
     out.print(table)
     out.print(verdicts)
 
 
-def _as_json(experiment: Experiment, rows: list[tuple[str, str | None, float]], claims: list[Claim]) -> dict[str, object]:
+def _as_json(experiment: Experiment, trace: str, requests: int, findings: Findings) -> dict[str, object]:
     return {
         "experiment": experiment.name,
         "source": experiment.source,
-        "figure": experiment.figure_name,
-        "rows": [{"label": label, "paper": paper, "ours": figure} for label, paper, figure in rows],
-        "claims": [{"claim": claim.text, "holds": claim.holds, "ours": claim.ours} for claim in claims],
+        "trace": trace,
+        "requests": requests,
+        "rows": [
+            {"label": row.label, "paper": row.paper, "ours": dict(zip(findings.columns, row.ours, strict=True))}
+            for row in findings.rows
+        ],
+        "claims": [{"claim": claim.text, "holds": claim.holds, "ours": claim.ours} for claim in findings.claims],
     }

@@ -105,8 +105,10 @@ class SimCluster:
         """A worker comes to life with an empty cache and says so."""
         reporter = Reporter(self._loop, spec.id, epoch, self._deliver, lag_s=self._world.event_lag_s)
         speed = self._profile.network.nic_bytes_per_s
-        pool = BlockCache(self._profile.device_blocks)
+        pool = BlockCache(self._profile.pool_blocks(spec.role))
         worker = SimWorker(spec, reporter, pool, Link(f"{spec.id}:in", speed), Link(f"{spec.id}:out", speed))
+        if self._profile.storage is not None:
+            worker.storage = Link(f"{spec.id}:storage", self._profile.storage.nic_bytes_per_s)
         if spec.role is not Role.DECODE:
             worker.tiers = self._tiers(spec.node)
         if spec.role is Role.COUPLED:
@@ -123,7 +125,9 @@ class SimCluster:
 
     def lose(self, worker_id: WorkerId) -> None:
         """A node dies: its queues, its caches and every transfer from or to it are gone."""
-        worker = self.workers.pop(worker_id)
+        worker = self.workers.pop(worker_id, None)
+        if worker is None:
+            return
         if worker.prefill is not None:
             worker.prefill.kill()
         if worker.decode is not None:
@@ -200,7 +204,9 @@ class SimCluster:
         return record.request
 
     def _start_decode(self, command: StartDecode) -> None:
-        job = self.jobs[command.request_id]
+        job = self.jobs.get(command.request_id)
+        if job is None:
+            return
         job.decode_id = command.worker_id
         if job.done_tokens == job.prompt_tokens and not job.cancelled:
             self._hand_over(job)

@@ -7,7 +7,7 @@ never the ground truth, nor a request's true output length beyond the limit that
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -38,6 +38,10 @@ class Outage:
     worker: WorkerId
     lost_s: float
     back_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.back_s is not None and not self.back_s > self.lost_s:
+            raise ValueError(f"back_s is {self.back_s}; allowed: a time after lost_s, {self.lost_s}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +117,11 @@ class Simulation:
         self._tick_s: float | None = None
         self._last_tick_s = -1.0
         self._ticks_now = 0
+        self._lives: Counter[str] = Counter()
         self._specs = {spec.id: spec for spec in worker_specs(options)}
         for spec in self._specs.values():
             self.cluster.join(spec, epoch=1)
+            self._lives[spec.id] = 1
         for outage in options.outages:
             self._plan_outage(outage)
 
@@ -185,10 +191,11 @@ class Simulation:
     def _plan_outage(self, outage: Outage) -> None:
         if outage.worker not in self._specs:
             raise ValueError(f"outage of {outage.worker!r}; allowed: one of {', '.join(self._specs)}")
+        self._lives[outage.worker] += 1
         self.loop.at(outage.lost_s, At.COMPLETION, self.cluster.lose, outage.worker)
         if outage.back_s is not None:
             spec = self._specs[outage.worker]
-            self.loop.at(outage.back_s, At.COMPLETION, self.cluster.join, spec, 2)
+            self.loop.at(outage.back_s, At.COMPLETION, self.cluster.join, spec, self._lives[outage.worker])
 
 
 def worker_specs(options: SimulationOptions) -> list[WorkerSpec]:
@@ -205,7 +212,7 @@ def worker_specs(options: SimulationOptions) -> list[WorkerSpec]:
             role=role,
             node=f"{role}-{number:03d}",
             profile=profile,
-            capacity_blocks={Tier.DEVICE: options.cluster.device_blocks},
+            capacity_blocks={Tier.DEVICE: options.cluster.pool_blocks(role)},
             nic_bytes_per_s=options.cluster.network.nic_bytes_per_s,
             max_batch=options.cluster.max_batch,
         )

@@ -1,13 +1,28 @@
 """The place where a request is rejected: no other module builds a `Rejection`.
 
-From a policy's choice and the request's objectives to a `Placement` or a `Rejection`. It knows only predictions, so it
-fails open: an estimate that recent observations do not support rejects nothing. (Mooncake arXiv v3, section 7.)
+From a policy's choice and the request's objectives to a `Placement` or a `Rejection`, by one of four rules:
+
+    none             nothing is refused for what is predicted
+    on_prefill_done  prefill load and TTFT on arrival; decode load only once the prompt is computed, whose work is then wasted
+    early            also the decode load and TBT of the moment of arrival
+    predictive       the decode load of the moment at which the prefill will be done (Mooncake arXiv v3, section 7)
+
+Each holds pool loads against `load_threshold` and the request's own prediction against its objectives. It knows only
+predictions, so it fails open: what recent observations do not support rejects nothing (I12). Predictions are scaled by
+priority class before they are compared, since refusing a request of high priority in error costs more than serving it late.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
+
 from conductor.core.config import SchedulerConfig
+from conductor.core.decode_timeline import DecodeTimeline
+from conductor.core.load import decode_load, decode_load_ahead, prefill_load
 from conductor.core.placement import Choice, Situation
+from conductor.core.tbt import DecodeChoice
 from conductor.core.types import (
     SLO,
     Decision,
@@ -16,21 +31,20 @@ from conductor.core.types import (
     RejectReason,
     Request,
     TTFTEstimate,
+    WorkerId,
 )
 
 MIN_RETRY_S = 0.1
 MAX_RETRY_S = 60.0
 
 
-def admit(situation: Situation, choice: Choice) -> Decision:
-    """Hold a choice against the request's objectives."""
+def admit(situation: Situation, choice: Choice, timeline: DecodeTimeline) -> Decision:
+    """Hold a choice against the request's objectives and the load of both pools."""
     config, request = situation.config, situation.request
     estimate = choice.candidates.estimate(choice.row, situation.waited_s)
-    slo = objectives(request, config)
-    if config.admission != "none" and request.attempt == 1:
-        refused = _ttft_refusal(situation, choice, estimate, slo) or _tbt_refusal(situation, choice, slo)
-        if refused is not None:
-            return refused
+    refused = _too_long(situation) or _refusal(situation, choice, estimate, timeline)
+    if refused is not None:
+        return refused
     leaves_decode_open = config.admission == "on_prefill_done"
     return Placement(
         request_id=request.id,
@@ -43,6 +57,14 @@ def admit(situation: Situation, choice: Choice) -> Decision:
     )
 
 
+def admit_to_decode(request: Request, decode: DecodeChoice, config: SchedulerConfig, drain_s: float) -> Rejection | None:
+    """The check that `on_prefill_done` leaves for the end of the prefill."""
+    objective_s = objectives(request, config).tbt_s
+    if request.attempt > 1 or objective_s is None or not decode.calibrated:
+        return None
+    return _tbt_refusal(request, decode, objective_s, config, drain_s)
+
+
 def objectives(request: Request, config: SchedulerConfig) -> SLO:
     return SLO(
         ttft_s=config.slo.ttft_s if request.slo.ttft_s is None else request.slo.ttft_s,
@@ -52,44 +74,114 @@ def objectives(request: Request, config: SchedulerConfig) -> SLO:
 
 def refuse(request: Request, reason: RejectReason, message: str, retry_after_s: float) -> Rejection:
     """A rejection for a reason that is no prediction."""
-    return Rejection(request.id, reason, message, retry_after_s)
+    return Rejection(request.id, reason, message, _bounded(retry_after_s))
 
 
-def _ttft_refusal(situation: Situation, choice: Choice, estimate: TTFTEstimate, slo: SLO) -> Rejection | None:
-    """Refuse when even the optimistic end of the estimate misses the objective on every worker."""
-    if slo.ttft_s is None or not choice.candidates.calibrated.all():
+def _refusal(situation: Situation, choice: Choice, estimate: TTFTEstimate, timeline: DecodeTimeline) -> Rejection | None:
+    config, request = situation.config, situation.request
+    if config.admission == "none" or request.attempt > 1:
         return None
-    predicted_s = estimate.low_s * situation.config.rejection_bias[situation.request.priority]
-    if predicted_s <= slo.ttft_s:
+    slo, refused = objectives(request, config), None
+    if slo.ttft_s is not None and choice.candidates.calibrated.all():
+        refused = _ttft_refusal(situation, choice.prefill, estimate, slo.ttft_s)
+    checks_decode = slo.tbt_s is not None and choice.decode.calibrated and config.admission != "on_prefill_done"
+    if refused is None and slo.tbt_s is not None and checks_decode:
+        refused = _decode_refusal(situation, choice, estimate, slo.tbt_s, timeline)
+    return refused
+
+
+def _too_long(situation: Situation) -> Rejection | None:
+    """A prompt that no worker could ever hold."""
+    config, request = situation.config, situation.request
+    blocks = -(-request.prompt_tokens // config.block_tokens)
+    view = situation.view
+    room = min(
+        float(np.max(view.prefill.capacity_blocks[situation.prefill_eligible], initial=0.0)),
+        float(np.max(view.decode.capacity_blocks[situation.decode_eligible], initial=0.0)),
+    )
+    if blocks <= room:
         return None
-    shortfall_s = estimate.total_s - slo.ttft_s
+    message = f"the prompt takes {blocks} KV blocks; the largest worker of one pool has {room:.0f}"
+    return Rejection(request.id, RejectReason.TOO_LONG, message, MAX_RETRY_S, predicted_s=None)
+
+
+def _ttft_refusal(situation: Situation, worker: WorkerId, estimate: TTFTEstimate, objective_s: float) -> Rejection | None:
+    """Refuse when even the optimistic end of the estimate misses the objective, or the whole pool is overloaded."""
+    config, request = situation.config, situation.request
+    bias = config.rejection_bias[request.priority]
+    shortfall_s = estimate.total_s - objective_s
+    if estimate.low_s * bias > objective_s:
+        message = f"predicted time to first token {estimate.total_s:.3f} s exceeds the objective of {objective_s:.3f} s"
+        predicted = _Prediction(worker, estimate.total_s, estimate.low_s, estimate.high_s, objective_s)
+        return _predicted(request, RejectReason.TTFT_SLO, message, predicted, shortfall_s)
+    load = prefill_load(situation, objective_s)
+    if load * bias <= config.load_threshold:
+        return None
+    message = f"load {load:.2f} of the prefill pool exceeds {config.load_threshold:.2f}"
+    waiting_s = load * objective_s
+    predicted = _Prediction(worker, waiting_s, waiting_s, waiting_s, config.load_threshold * objective_s)
+    return _predicted(request, RejectReason.OVERLOAD, message, predicted, waiting_s - predicted.objective_s)
+
+
+def _decode_refusal(
+    situation: Situation, choice: Choice, estimate: TTFTEstimate, objective_s: float, timeline: DecodeTimeline
+) -> Rejection | None:
+    """Refuse when the decode pool is, or will be, overloaded; under `early` also when the chosen worker is."""
+    config, request, now = situation.config, situation.request, situation.now
+    bias = config.rejection_bias[request.priority]
+    if config.admission == "predictive":
+        load = decode_load_ahead(situation, timeline, now + estimate.total_s - situation.waited_s, objective_s)
+        when = "when its prefill is done"
+    else:
+        refused = _tbt_refusal(request, choice.decode, objective_s, config, timeline.drain_s(now, 0.5))
+        if refused is not None:
+            return refused
+        load, when = decode_load(situation, objective_s), "on arrival"
+    if load * bias <= config.load_threshold:
+        return None
+    message = f"load {load:.2f} of the decode pool {when} exceeds {config.load_threshold:.2f}"
+    step_s, limit_s = load * objective_s, config.load_threshold * objective_s
+    spread = choice.decode.high_s / choice.decode.tbt_s, choice.decode.low_s / choice.decode.tbt_s
+    predicted = _Prediction(choice.decode.worker, step_s, step_s * spread[1], step_s * spread[0], limit_s)
+    return _predicted(request, RejectReason.OVERLOAD, message, predicted, timeline.drain_s(now, 1.0 - 1.0 / load))
+
+
+def _tbt_refusal(
+    request: Request, decode: DecodeChoice, objective_s: float, config: SchedulerConfig, drain_s: float
+) -> Rejection | None:
+    if decode.tbt_s * config.rejection_bias[request.priority] <= objective_s:
+        return None
+    message = f"predicted time between tokens {decode.tbt_s:.4f} s exceeds the objective of {objective_s:.4f} s"
+    predicted = _Prediction(decode.worker, decode.tbt_s, decode.low_s, decode.high_s, objective_s)
+    return _predicted(request, RejectReason.TBT_SLO, message, predicted, drain_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prediction:
+    """What was predicted for the best worker, with its interval, and what it was held against."""
+
+    worker: WorkerId
+    value_s: float
+    low_s: float
+    high_s: float
+    objective_s: float
+
+
+def _predicted(request: Request, reason: RejectReason, message: str, prediction: _Prediction, drain_s: float) -> Rejection:
+    """A rejection by prediction. `drain_s` is how long it is likely to take until the prediction would pass."""
     return Rejection(
-        request_id=situation.request.id,
-        reason=RejectReason.TTFT_SLO,
-        message=f"predicted time to first token {estimate.total_s:.3f} s exceeds the objective of {slo.ttft_s:.3f} s",
-        retry_after_s=min(max(shortfall_s, MIN_RETRY_S), MAX_RETRY_S),
-        best_worker=choice.prefill,
-        predicted_s=estimate.total_s,
-        predicted_low_s=estimate.low_s,
-        predicted_high_s=estimate.high_s,
-        objective_s=slo.ttft_s,
-        shortfall_s=shortfall_s,
+        request_id=request.id,
+        reason=reason,
+        message=message,
+        retry_after_s=_bounded(drain_s),
+        best_worker=prediction.worker,
+        predicted_s=prediction.value_s,
+        predicted_low_s=prediction.low_s,
+        predicted_high_s=prediction.high_s,
+        objective_s=prediction.objective_s,
+        shortfall_s=prediction.value_s - prediction.objective_s,
     )
 
 
-def _tbt_refusal(situation: Situation, choice: Choice, slo: SLO) -> Rejection | None:
-    decode = choice.decode
-    if situation.config.admission == "on_prefill_done" or slo.tbt_s is None or not decode.calibrated:
-        return None
-    if decode.tbt_s * situation.config.rejection_bias[situation.request.priority] <= slo.tbt_s:
-        return None
-    return Rejection(
-        request_id=situation.request.id,
-        reason=RejectReason.TBT_SLO,
-        message=f"predicted time between tokens {decode.tbt_s:.4f} s exceeds the objective of {slo.tbt_s:.4f} s",
-        retry_after_s=1.0,
-        best_worker=decode.worker,
-        predicted_s=decode.tbt_s,
-        objective_s=slo.tbt_s,
-        shortfall_s=decode.tbt_s - slo.tbt_s,
-    )
+def _bounded(retry_after_s: float) -> float:
+    return min(max(retry_after_s, MIN_RETRY_S), MAX_RETRY_S)

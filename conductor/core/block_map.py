@@ -12,6 +12,8 @@ number of shards at the start of the current round of splits and `high = 2 * low
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from conductor.core.types import BlockHash
 
 FILL = 1900  # with it a dict has 1,270 to 2,550 entries, and CPython's grow at 1,365 and 2,730
@@ -35,37 +37,29 @@ class BlockMap:
         position = block & self.high
         return self.shards[position if position < len(self.shards) else position & self.low]
 
-    def add(self, block: BlockHash, bit: int) -> bool:
-        """Set a bit of a block's mask; False if it was set."""
-        shard = self.shard(block)
-        mask = shard.get(block, 0)
-        if mask & bit:
-            return False
-        if mask:
-            shard[block] = mask | bit
-        else:
-            shard[block] = bit
-            self.count += 1
-        return True
+    def add(self, blocks: Sequence[BlockHash], bit: int, kept: int) -> int:
+        """Set a bit in the masks of `blocks`; how many lacked it. Bits outside `kept` may be dropped on the way."""
+        added = 0
+        for start in range(0, len(blocks), self._fill):
+            added += self._add(blocks[start : start + self._fill], bit)
+            while self.count > self._fill * len(self.shards):
+                self._split(kept)
+        return added
 
-    def discard(self, block: BlockHash, bit: int) -> bool:
-        """Clear a bit of a block's mask; False if it was clear."""
-        shard = self.shard(block)
-        mask = shard.get(block, 0)
-        if not mask & bit:
-            return False
-        if mask == bit:
-            del shard[block]
-            self.count -= 1
-        else:
-            shard[block] = mask ^ bit
-        return True
-
-    def grow(self, kept: int) -> None:
-        """Split as many shards as the content calls for. Bits outside `kept` are dropped on the way, so that a sweep of the
-        shards that there were when it began misses nothing."""
-        while self.count > self._fill * len(self.shards):
-            self._split(kept)
+    def discard(self, blocks: Iterable[BlockHash], bit: int) -> int:
+        """Clear a bit in the masks of `blocks`; how many had it."""
+        discarded = 0
+        for block in blocks:
+            shard = self.shard(block)
+            mask = shard.get(block, 0)
+            if mask & bit:
+                discarded += 1
+                if mask == bit:
+                    del shard[block]
+                    self.count -= 1
+                else:
+                    shard[block] = mask ^ bit
+        return discarded
 
     def sweep(self, position: int, kept: int) -> None:
         """Drop bits outside `kept` from one shard."""
@@ -77,7 +71,24 @@ class BlockMap:
                 del shard[block]
                 self.count -= 1
 
+    def _add(self, blocks: Sequence[BlockHash], bit: int) -> int:
+        shards, high, low = self.shards, self.high, self.low
+        added, num_shards = 0, len(shards)
+        for block in blocks:
+            position = block & high
+            shard = shards[position if position < num_shards else position & low]
+            mask = shard.get(block, 0)
+            if not mask:
+                shard[block] = bit
+                self.count += 1
+                added += 1
+            elif not mask & bit:
+                shard[block] = mask | bit
+                added += 1
+        return added
+
     def _split(self, kept: int) -> None:
+        """Split the next shard. Both halves are left without bits outside `kept`."""
         position = len(self.shards) - self.low - 1
         self.sweep(position, kept)
         shard, high = self.shards[position], self.high

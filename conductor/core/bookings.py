@@ -6,9 +6,8 @@ prefill worker is going to hold. Each is given back exactly once, when it is use
 
 from __future__ import annotations
 
-import math
-
 from conductor.core.cluster_view import ClusterView, Flow
+from conductor.core.decode_timeline import DecodeTimeline
 from conductor.core.prefill_pool import PrefillJob
 from conductor.core.prefix_index import PrefixIndex
 from conductor.core.requests import Phase, RequestState
@@ -22,6 +21,7 @@ class Bookings:
     def __init__(self, view: ClusterView, index: PrefixIndex) -> None:
         self._view = view
         self._index = index
+        self.timeline = DecodeTimeline()
 
     def place(self, state: RequestState, placement: Placement, need: DecodeNeed, now: float) -> None:
         request, reuse = state.request, placement.reuse
@@ -34,6 +34,8 @@ class Bookings:
             self._view.open_flow(state.pull)
         if placement.decode is not None:
             self.reserve(state, placement.decode, need)
+        begin_s = now + placement.ttft.total_s - (now - state.arrived_s)
+        self.timeline.expect(request.id, begin_s, begin_s + state.decode_s, need.context_tokens)
         until_s = now + placement.ttft.high_s + EXPECTATION_GRACE_S
         self._index.expect(Holder(placement.prefill, Tier.DEVICE), request.block_hashes, until_s)
 
@@ -63,7 +65,15 @@ class Bookings:
         self._close_handover(state)
         state.enter(Phase.DECODE, now)
         if state.decode is not None:
-            self._view.decode.activate(state.decode, state.request.id, math.inf)
+            until_s = now + state.decode_s
+            self._view.decode.activate(state.decode, state.request.id, until_s)
+            self.timeline.expect(state.request.id, now, until_s, state.request.prompt_tokens)
+            self.measure_decode(state, now)
+
+    def measure_decode(self, state: RequestState, now: float) -> None:
+        """The request's next token comes from a step that begins here."""
+        if state.phase is Phase.DECODE and state.decode is not None:
+            state.decoding_since_s, state.decode_step_s = now, self._view.decode.step_s(state.decode)
 
     def release(self, state: RequestState, now: float) -> None:
         """Give back everything that the current attempt holds."""
@@ -72,6 +82,8 @@ class Bookings:
             return
         if placement.prefill in self._view.prefill:
             self._view.prefill.release(placement.prefill, state.request.id, now)
+        self.timeline.forget(state.request.id)
+        state.decoding_since_s = None
         if state.decode is not None:
             self._view.decode.release(state.decode, state.request.id)
         self._close_pull(state)

@@ -1,10 +1,13 @@
-"""How far the prefill model may be trusted, from what was predicted and what really happened.
+"""How far the cost models may be trusted, from what was predicted and what really happened.
 
 Each worker has a multiplicative correction, a bounded exponentially weighted mean of actual over predicted time, so that
 drift and a wrong profile are followed. Estimates count as calibrated only while recent observations agree with them: a
 model that is ten times wrong, or has never been held against reality, or has not been for long, rejects nothing (I12).
 Workers of one profile share their evidence; a worker that has just joined starts with its group's correction. Warm-up
 samples are left out.
+
+A decode step is never observed by itself: what is known of it is how long a request took from its first token on the decode
+worker to its last. That time a token is held against the mean of the steps predicted for both ends.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from dataclasses import dataclass
 
 from conductor.core.config import CalibrationConfig
 from conductor.core.cost_profile import CostProfile
+from conductor.core.decode_pool import DecodePool
 from conductor.core.prefill_pool import PrefillPool
 from conductor.core.types import WorkerId
 
@@ -74,3 +78,34 @@ class Calibration:
             if pool.specs[worker].profile == profile:
                 agrees = supported and self._workers[worker].log_error <= self._config.max_log_error
                 pool.calibrated_until_s[row] = now + self._config.ttl_s if agrees else -math.inf
+
+
+MIN_STEPS = 4  # a shorter decode says more about when it joined the batch than about the length of a step
+
+
+class DecodeCalibration:
+    """Keeps the decode pool's correction, interval and calibration, one piece of evidence a worker."""
+
+    def __init__(self, config: CalibrationConfig) -> None:
+        self._config = config
+        self._workers: dict[WorkerId, Evidence] = {}
+
+    def left(self, worker: WorkerId) -> None:
+        self._workers.pop(worker, None)
+
+    def observe(self, worker: WorkerId, base_s: float, steps: int, actual_s: float, pool: DecodePool, now: float) -> None:
+        """Learn from one decode of `steps` steps in `actual_s`, for which the profile says `base_s` a step."""
+        if steps < MIN_STEPS or base_s <= 0.0 or actual_s <= 0.0:
+            return
+        evidence = self._workers.setdefault(worker, Evidence())
+        ratio = actual_s / steps / base_s
+        evidence.weigh(ratio, abs(math.log(ratio / evidence.correction)), self._config)
+        row = pool.row[worker]
+        pool.correction[row] = evidence.correction
+        pool.low_factor[row], pool.high_factor[row] = math.exp(-evidence.log_error), math.exp(evidence.log_error)
+        supported = (
+            pool.specs[worker].profile.calibrated
+            and evidence.observations >= self._config.min_observations
+            and evidence.log_error <= self._config.max_log_error
+        )
+        pool.calibrated_until_s[row] = now + self._config.ttl_s if supported else -math.inf

@@ -35,6 +35,8 @@ class DecodePool(WorkerTable):
         "per_context_token_s": np.float64,
         "correction": np.float64,
         "calibrated_until_s": np.float64,
+        "low_factor": np.float64,
+        "high_factor": np.float64,
         "active_batch": np.int64,
         "active_context": np.int64,
         "incoming_batch": np.int64,
@@ -56,6 +58,8 @@ class DecodePool(WorkerTable):
     per_context_token_s: FloatArray
     correction: FloatArray
     calibrated_until_s: FloatArray
+    low_factor: FloatArray
+    high_factor: FloatArray
     active_batch: IntArray
     active_context: IntArray
     incoming_batch: IntArray
@@ -83,6 +87,8 @@ class DecodePool(WorkerTable):
             "per_context_token_s": profile.decode_per_context_token_s,
             "correction": 1.0,
             "calibrated_until_s": -math.inf,
+            "low_factor": 1.0,
+            "high_factor": 1.0,
             "capacity_blocks": spec.capacity_blocks.get(Tier.DEVICE, math.inf),
             "max_batch": spec.max_batch,
             "nic_bytes_per_s": math.inf if spec.nic_bytes_per_s is None else spec.nic_bytes_per_s,
@@ -136,6 +142,13 @@ class DecodePool(WorkerTable):
         own_context = int(self.active_context[row] + self.incoming_context[row])
         self.foreign_batch[row] = max(0, load.decode_batch - own_batch)
         self.foreign_context[row] = max(0, load.decode_context_tokens - own_context) if load.decode_batch > own_batch else 0
+
+    def step_s(self, worker: WorkerId) -> float:
+        """The profile's uncorrected time of a step with what decodes there at present."""
+        row = self.row[worker]
+        batch = int(self.active_batch[row] + self.foreign_batch[row])
+        context = int(self.active_context[row] + self.foreign_context[row])
+        return self.specs[worker].profile.decode_step_s(batch, context)
 
     def check(self) -> None:
         super().check()

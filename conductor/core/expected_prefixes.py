@@ -154,9 +154,7 @@ class ExpectedPrefixes:
         """Drop the first node on the way that no chain runs through any more, with all that is below it."""
         siblings, depth = self._roots, 0
         while depth < len(blocks):
-            node = siblings.get(blocks[depth])
-            if node is None:
-                return
+            node = siblings[blocks[depth]]
             if not node.slots:
                 del siblings[blocks[depth]]
                 return

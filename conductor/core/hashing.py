@@ -46,7 +46,7 @@ class KVNamespace:
         for group in (self.model, (str(self.block_tokens),), adapter, (self.salt,)):
             digest.update(len(group).to_bytes(4, "little"))
             for text in group:
-                encoded = text.encode()
+                encoded = text.encode("utf-8", "surrogatepass")
                 digest.update(len(encoded).to_bytes(4, "little") + encoded)
         return int.from_bytes(digest.digest(), "little")
 
@@ -60,7 +60,12 @@ def extend(parent: BlockHash, tokens: Buffer) -> BlockHash:
 
 def hash_blocks(parent: BlockHash, tokens: Buffer, block_tokens: int) -> tuple[BlockHash, ...]:
     """Hashes of the full blocks of `tokens` that follow `parent` (a namespace's seed at the start of a prompt)."""
-    view = memoryview(tokens).cast("B")
+    view = memoryview(tokens)
+    if view.itemsize not in (1, TOKEN_BYTES):
+        raise ValueError(f"tokens has items of {view.itemsize} bytes; it must be bytes or little-endian int32")
+    if block_tokens < 1:
+        raise ValueError(f"block_tokens is {block_tokens!r}; it must be an integer of at least 1")
+    view = view.cast("B")
     step = block_tokens * TOKEN_BYTES
     hashes = []
     for start in range(0, len(view) - step + 1, step):

@@ -38,6 +38,7 @@ class Waiting:
     state: RequestState
     key: float
     number: int
+    work_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +89,16 @@ class LateBinding:
         self._entries: dict[RequestId, Waiting] = {}
         self._order: SortedKeyList[Waiting] = SortedKeyList(key=lambda entry: (entry.key, entry.number))
         self._numbers = 0
+        self.work_s = 0.0  # of all who wait
         self._due_s = math.inf
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    @property
+    def load(self) -> tuple[int, float]:
+        """How many wait, and for how many seconds of work."""
+        return len(self), self.work_s
 
     @property
     def full(self) -> bool:
@@ -102,7 +109,8 @@ class LateBinding:
         self._numbers += 1
         config, priority = self._config, int(state.request.priority)
         key = work_s + config.aging * state.arrived_s + config.priority_step_s * priority
-        entry = self._entries[state.request.id] = Waiting(state, key, self._numbers)
+        entry = self._entries[state.request.id] = Waiting(state, key, self._numbers, work_s)
+        self.work_s += work_s
         self._order.add(entry)
         self._due_s = min(self._due_s, now + config.burst_window_s)
 
@@ -110,6 +118,7 @@ class LateBinding:
         entry = self._entries.pop(request_id, None)
         if entry is not None:
             self._order.remove(entry)
+            self.work_s = self.work_s - entry.work_s if self._entries else 0.0
 
     def next_deadline(self) -> float:
         return self._due_s if self._entries else math.inf

@@ -22,7 +22,10 @@ from conductor.core.worker_table import BoolArray, FloatArray, WorkerTable
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """One request and everything that a policy may know. `sequence` counts decisions; `waiting` requests are queued behind."""
+    """One request and everything that a policy may know.
+
+    `sequence` counts decisions; `waiting` requests are queued behind, `backlog_s` seconds of work a prefill worker.
+    """
 
     request: Request
     terms: PrefillTerms
@@ -35,6 +38,7 @@ class Situation:
     waiting: int
     prefill_eligible: BoolArray
     decode_eligible: BoolArray
+    backlog_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,21 +4,28 @@ prompt on all of them at once.
 A flat map from block hash to a bitmask of holders: the hash names the whole prefix, so no tree is needed. Two facts make a
 match cheap. A holder is *closed*: where it has a block, it has all ancestors, since eviction takes leaves first and reports
 come in order. So the bitmask only loses bits along a prompt, and if it is equal at two depths it is equal between them:
-bisection finds the few depths at which it shrinks, whatever the length of the prompt and the number of holders. A
-holder that does not promise closure (an engine that we do not own) is declared so, and its match is verified block by block.
+bisection finds the few depths at which it shrinks, whatever the length of the prompt and the number of holders. Where a
+prompt has so many of them that bisection would cost more than a walk along the prompt, the walk takes over.
+
+Closure is a promise of the holder that no report can prove: a removal names no children, a snapshot no parents. So it is
+spot-checked. Every eighth match looks at each eighth block that bisection jumped over, at an offset that moves on, and a holder
+that lacks one is doubted: walked block by block until it is cleared or replaced. So is a holder whose reports have a gap
+(`doubt`), and one that promises nothing (`closed=False`, an engine that we do not own), from its first match on. All such
+holders share one walk.
 
 Expected blocks (dispatched, not yet reported) are kept as whole chains from the root, apart from confirmed ones, and count as
 long as their chain stands: until it is confirmed, given up or expired (I11).
 
 Nothing pauses: the map grows by small steps (`block_map.py`), and a holder that is gone vanishes by one bit of `_live`, while
-its bits are swept out of the map a piece at a time by later calls.
+its bits are swept out of the map a piece at a time by later calls, in rounds over the whole map; a bit is used again only after
+a round that began when nobody had it any more. A call costs no more than what it is given: the one large one is a snapshot.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,10 +34,12 @@ from conductor.core.block_map import BlockMap
 from conductor.core.expected_prefixes import ExpectedPrefixes
 from conductor.core.types import BlockHash, Holder, InvariantError
 
-IntArray = npt.NDArray[np.int32]
+IntArray: TypeAlias = npt.NDArray[np.int32]
+Loss: TypeAlias = tuple[int, int]  # a depth, and the bits of the slots that have just so many blocks
 
 FEW_BITS = 6
 CACHED = 4096
+AUDIT_EVERY = 8  # matches, and blocks of the audited prompt: all are seen within 64 matches
 
 
 class PrefixMatch(NamedTuple):
@@ -59,12 +68,15 @@ class PrefixIndex:
         self._numbers: list[int] = []  # the slot number that each bit stands for
         self._free_bits: list[int] = []
         self._live = 0
-        self._unclosed = 0
+        self._walked = 0  # bits of holders whose blocks are looked at one by one
+        self._matches = 0
         self._expected = ExpectedPrefixes()
         self._partings: dict[BlockHash, int] = {}  # a guess for each root; verified whenever it is used
         self._positions: dict[int, npt.NDArray[np.int64]] = {}  # slot numbers of a mask, for masks that come up often
-        self._retired: dict[int, int] = {}  # bits being swept out, and how many pieces of the map are still to be visited
+        self._retired = 0  # bits that nobody has any more, waiting for the next round of sweeping
+        self._sweeping = 0  # bits that the current round takes out
         self._cursor = 0
+        self._round_end = 0
 
     # holders
 
@@ -74,7 +86,6 @@ class PrefixIndex:
         if slot is None:
             number = self._free_numbers.pop() if self._free_numbers else len(self._slots)
             slot = self._slots[holder] = _Slot(number, closed)
-            self._unclosed += not closed
             self._assign_bit(slot)
         return slot.number
 
@@ -86,7 +97,6 @@ class PrefixIndex:
         slot = self._slots.pop(holder, None)
         if slot is not None:
             self._forget(slot)
-            self._unclosed -= not slot.closed
             self._free_numbers.append(slot.number)
 
     def clear(self, holder: Holder) -> None:
@@ -95,6 +105,12 @@ class PrefixIndex:
         if slot is not None:
             self._forget(slot)
             self._assign_bit(slot)
+
+    def doubt(self, holder: Holder) -> None:
+        """Trust no closure of this holder until it is cleared or replaced: a report of it may be missing."""
+        slot = self._slots.get(holder)
+        if slot is not None:
+            self._walked |= slot.mask
 
     def holders(self, block: BlockHash) -> tuple[Holder, ...]:
         """Who has a block for certain, fastest tier first."""
@@ -121,9 +137,7 @@ class PrefixIndex:
         bit = slot.mask
         if parent is not None and not self._blocks.get(parent) & bit:
             return False
-        add = self._blocks.add
-        slot.claims += sum([add(block, bit) for block in blocks])
-        self._blocks.grow(self._live)
+        slot.claims += self._blocks.add(blocks, bit, self._live)
         expected = self._expected.ends(slot.number)
         if expected:
             for block in [block for block in blocks if block in expected]:
@@ -136,8 +150,7 @@ class PrefixIndex:
         slot = self._slots.get(holder)
         if slot is None:
             return
-        discard, bit = self._blocks.discard, slot.mask
-        slot.claims -= sum([discard(block, bit) for block in blocks])
+        slot.claims -= self._blocks.discard(blocks, slot.mask)
         self.sweep()
 
     def replace(self, holder: Holder, blocks: Sequence[BlockHash]) -> None:
@@ -169,8 +182,6 @@ class PrefixIndex:
     def match(self, block_hashes: Sequence[BlockHash]) -> PrefixMatch:
         """The longest match of a prompt on every slot, contiguous from its first block (I4)."""
         confirmed = self._depths(block_hashes)
-        if self._unclosed:
-            self._verify(confirmed, block_hashes)
         if not self._expected:
             return PrefixMatch(confirmed, confirmed)
         depths = confirmed.copy()
@@ -180,13 +191,31 @@ class PrefixIndex:
         return PrefixMatch(depths, confirmed)
 
     def _depths(self, hashes: Sequence[BlockHash]) -> IntArray:
-        """Find the depths at which the bitmask shrinks, by bisection from one to the next."""
+        depths = np.zeros(len(self._slots) + len(self._free_numbers), dtype=np.int32)
+        if not hashes:
+            return depths
+        walked = self._live & self._walked
+        losses = self._bisect(hashes, self._live ^ walked)
+        self._matches += 1
+        if self._matches % AUDIT_EVERY == 0:
+            broken = self._audit(hashes, losses)
+            if broken:
+                self._walked |= broken
+                return self._depths(hashes)
+        if walked:
+            losses += self._walk(hashes, 0, walked)
+        for depth, lost in losses:
+            self._write(depths, lost, depth)
+        return depths
+
+    def _bisect(self, hashes: Sequence[BlockHash], asked: int) -> list[Loss]:
+        """Where the slots of `asked`, all closed, drop out, in order of depth; those without the first block are left out."""
         shards, high_bits, low_bits = self._blocks.shards, self._blocks.high, self._blocks.low
         total, num_shards = len(hashes), len(shards)
-        depths = np.zeros(len(self._slots) + len(self._free_numbers), dtype=np.int32)
-        mask = self._blocks.get(hashes[0]) & self._live if hashes else 0
+        most = total // total.bit_length()  # losses up to which bisection is cheaper than a walk
+        mask = self._blocks.get(hashes[0]) & asked
         low, high, kept = self._usual_first_loss(hashes, mask)
-        parting = 0
+        losses: list[Loss] = []
         while mask:  # its slots have the first `low` blocks; at `high` only those in `kept` are left
             while low < high:
                 middle = (low + high) >> 1
@@ -199,12 +228,38 @@ class PrefixIndex:
                     low = middle + 1
                 else:
                     high, kept = middle, here
-            self._write(depths, mask ^ kept, low)
-            parting = parting or low
+            losses.append((low, mask ^ kept))
+            if len(losses) > most:
+                return losses + self._walk(hashes, low, kept)
             mask, high, kept, low = kept, total, 0, low + 1
-        if parting:
-            self._partings[hashes[0]] = parting
-        return depths
+        if losses:
+            self._partings[hashes[0]] = losses[0][0]
+        return losses
+
+    def _walk(self, hashes: Sequence[BlockHash], start: int, mask: int) -> list[Loss]:
+        """The same for slots that have all blocks before `start`, whether closed or not, by a look at every block."""
+        get = self._blocks.get
+        losses: list[Loss] = []
+        for depth in range(start, len(hashes)):
+            kept = get(hashes[depth]) & mask
+            if kept != mask:
+                losses.append((depth, mask ^ kept))
+                mask = kept
+                if not mask:
+                    return losses
+        losses.append((len(hashes), mask))
+        return losses
+
+    def _audit(self, hashes: Sequence[BlockHash], losses: Sequence[Loss]) -> int:
+        """The slots that lack one of the blocks looked at, all of which they should have if they are closed."""
+        position, broken = self._matches // AUDIT_EVERY % AUDIT_EVERY, 0
+        mask = sum(lost for _, lost in losses)
+        for depth, lost in losses:
+            while position < depth:
+                broken |= mask & ~self._blocks.get(hashes[position])
+                position += AUDIT_EVERY
+            mask ^= lost
+        return broken
 
     def _usual_first_loss(self, hashes: Sequence[BlockHash], mask: int) -> tuple[int, int, int]:
         """Bounds of the first depth at which a slot of `mask` drops out, and what is left at the upper one.
@@ -245,26 +300,24 @@ class PrefixIndex:
             self._positions[mask] = positions
         return positions
 
-    def _verify(self, depths: IntArray, hashes: Sequence[BlockHash]) -> None:
-        """Walk the claims of slots that promise no closure block by block."""
-        for slot in self._slots.values():
-            if not slot.closed:
-                has = (self._blocks.get(block) & slot.mask for block in hashes)
-                depths[slot.number] = next((depth for depth, held in enumerate(has) if not held), len(hashes))
-
     # upkeep
 
     def sweep(self) -> None:
-        """Take the bits of holders that are gone out of the next piece of the map. Every change calls it."""
-        if not self._retired:
-            return
+        """Take bits that nobody has any more out of the next piece of the map. Every change calls it.
+
+        Pieces that split off during a round come from a piece as it is swept, so the round need not visit them.
+        """
+        if not self._sweeping:
+            if not self._retired:
+                return
+            self._sweeping, self._retired = self._retired, 0
+            self._cursor, self._round_end = 0, len(self._blocks.shards)
         self._blocks.sweep(self._cursor, self._live)
-        self._cursor = (self._cursor + 1) % len(self._blocks.shards)
-        for bit in list(self._retired):
-            self._retired[bit] -= 1
-            if self._retired[bit] == 0:
-                del self._retired[bit]
-                self._free_bits.append(bit)
+        self._cursor += 1
+        if self._cursor == self._round_end:
+            free = [bit for bit in range(len(self._numbers)) if self._sweeping >> bit & 1]
+            self._free_bits = sorted([*self._free_bits, *free], reverse=True)
+            self._sweeping = 0
 
     def check(self) -> None:
         """Raise `InvariantError` if the map contradicts its own counts. O(blocks)."""
@@ -272,7 +325,11 @@ class PrefixIndex:
         if live != self._live or live.bit_count() != len(self._slots):
             raise InvariantError(f"I8: live bits {self._live:b} are not those of the holders, {live:b}")
         claims = dict.fromkeys(self._slots, 0)
-        known = live | sum(1 << bit for bit in self._retired)
+        if live & (self._retired | self._sweeping) or self._walked & ~live:
+            raise InvariantError(
+                f"I8: bits {self._live:b} live, {self._walked:b} walked, {self._retired | self._sweeping:b} gone"
+            )
+        known = live | self._retired | self._sweeping
         for shard in self._blocks.shards:
             for block, mask in shard.items():
                 if not mask or mask & ~known:
@@ -292,6 +349,8 @@ class PrefixIndex:
         self._positions.clear()
         slot.mask, slot.claims = 1 << slot.bit, 0
         self._live |= slot.mask
+        if not slot.closed:
+            self._walked |= slot.mask
 
     def _forget(self, slot: _Slot) -> None:
         self._expected.forget(slot.number)
@@ -299,5 +358,6 @@ class PrefixIndex:
 
     def _retire(self, slot: _Slot) -> None:
         """Let every confirmed claim vanish at once; the bit is swept out of the map and only then used again."""
-        self._live &= ~slot.mask
-        self._retired[slot.bit] = len(self._blocks.shards)
+        self._live ^= slot.mask
+        self._walked &= ~slot.mask
+        self._retired |= slot.mask

@@ -41,12 +41,18 @@ class RequestState:
     decode: WorkerId | None = None
     placed_s: float = 0.0
     claimed_tokens: int = 0  # of the prompt, by the reports of the prefill worker when it was chosen
+    decode_s: float = 0.0  # how long it is expected to decode
+    decoding_since_s: float | None = None
+    decode_step_s: float = 0.0  # predicted without correction when it began to decode
     pull: Flow | None = None
     handover: Flow | None = None
     avoid: frozenset[WorkerId] = field(default_factory=frozenset)
 
     def enter(self, phase: Phase, now: float) -> None:
         self.phase, self.phase_since_s = phase, now
+
+    def prefills_on(self, worker: WorkerId) -> bool:
+        return self.placement is not None and self.placement.prefill == worker
 
     @property
     def workers(self) -> tuple[WorkerId, ...]:

@@ -16,7 +16,6 @@ from conductor.core import admission
 from conductor.core.assessment import Assessor
 from conductor.core.block_reports import BlockReports
 from conductor.core.bookings import Bookings
-from conductor.core.calibration import Calibration
 from conductor.core.cluster_view import ClusterView
 from conductor.core.commands import Cancel, Command, Reject, ResumeRequest, StartDecode, StartPrefill
 from conductor.core.config import SchedulerConfig
@@ -46,14 +45,15 @@ from conductor.core.events import (
     WorkerLost,
 )
 from conductor.core.late_binding import LateBinding
-from conductor.core.placement import Choice, Policy, Situation, eligible
+from conductor.core.learning import Learning
+from conductor.core.migration import Migration
+from conductor.core.placement import Choice, Policy, Situation
 from conductor.core.policies import policy_named
 from conductor.core.policies.conductor import least_work_s
 from conductor.core.prefix_index import PrefixIndex
 from conductor.core.requests import Outcome, Phase, RequestState, RequestTable
-from conductor.core.tbt import choose_decode
-from conductor.core.trust import Trust
 from conductor.core.types import (
+    SLO,
     FinishReason,
     Rejection,
     RejectReason,
@@ -83,14 +83,14 @@ class Scheduler:
         self._index = index or PrefixIndex()
         self._view = ClusterView(self._index)
         self._reports = BlockReports(self._index, self._view, self.config.snapshot_retry_s)
-        self._calibration = Calibration(self.config.calibration)
-        self._trust = Trust()
+        self._learning = Learning(self.config.calibration, self._view)
         self._requests = RequestTable()
         self._log = DecisionLog(self.config.decision_records, self.config.policy, self.config.admission)
         self._continuations = Continuations(self.config)
         self._now = -math.inf
+        self._migration = Migration(self.config.migration, self._view, self._index, self.config.block_tokens)
         self._books = Bookings(self._view, self._index)
-        self._assessor = Assessor(self.config, self._index, self._view, waiting=lambda: len(self._line))
+        self._assessor = Assessor(self.config, self._index, self._view, self._learning.outputs, lambda: self._line.load)
         self._line = LateBinding(self.config.queue, self._view, self._policy, self._assessor.assess)
         wanted = self.config.late_binding
         self._late_binding = self.config.policy == "conductor" if wanted is None else wanted
@@ -109,11 +109,11 @@ class Scheduler:
             PrefillStarted: self._handle_prefill_started,
             PrefillFinished: self._handle_prefill_finished,
             HandoverFinished: self._handle_handover_finished,
-            FirstToken: self._note,
+            FirstToken: self._handle_first_token,
             RequestFinished: self._handle_request_finished,
             RequestFailed: self._handle_request_failed,
-            TransferFinished: self._note,
-            TransferFailed: self._note,
+            TransferFinished: self._migration.finished,
+            TransferFailed: self._migration.failed,
             Tick: self._handle_tick,
         }
 
@@ -135,21 +135,23 @@ class Scheduler:
 
     def worker_belief(self) -> dict[WorkerId, dict[str, Any]]:
         """What is believed of each worker, as JSON values."""
-        return self._view.describe(self._now, self._trust)
+        return self._view.describe(self._now, self._learning.trust)
+
+    def copies_in_flight(self) -> list[dict[str, Any]]:
+        """The background copies under way and why each was thought worth its cost, as JSON values."""
+        return self._migration.explain()
 
     def next_deadline(self) -> float | None:
         """When `handle(Tick(), now)` is due at the latest; None when nothing waits for time to pass."""
-        deadline = min(self._reports.next_deadline(), self._continuations.next_deadline(), self._line.next_deadline())
+        waiting = (self._reports, self._continuations, self._line, self._migration)
+        deadline = min(part.next_deadline() for part in waiting)
         return None if deadline == math.inf else deadline
 
     def check(self) -> None:
         """Raise `InvariantError` if the state contradicts itself. O(state)."""
-        self._requests.check()
-        self._line.check()
-        self._continuations.check()
-        self._view.check()
-        self._reports.check()
-        self._index.check()
+        parts = (self._requests, self._line, self._continuations, self._view, self._reports, self._index)
+        for part in (*parts, self._books.timeline, self._migration):
+            part.check()
 
     # requests
 
@@ -196,9 +198,23 @@ class Scheduler:
             return self._reject(state, self._assessor.nobody(state.request))
         if self._line.full:
             message = f"{len(self._line)} requests are waiting, as many as are allowed"
-            return self._reject(state, admission.refuse(state.request, RejectReason.QUEUE_FULL, message, 1.0))
+            one_s = situation.backlog_s / len(self._line) if len(self._line) else 1.0
+            return self._reject(state, admission.refuse(state.request, RejectReason.QUEUE_FULL, message, one_s))
+        hopeless = self._hopeless(state, situation)
+        if hopeless:
+            return hopeless
         self._line.add(state, least_work_s(situation), now)
         return []
+
+    def _hopeless(self, state: RequestState, situation: Situation) -> list[Command]:
+        """Refuse on arrival what would be refused when its turn comes, however short the wait until then."""
+        if self.config.admission == "none" or admission.objectives(state.request, self.config) == SLO():
+            return []
+        choice = self._policy(situation)
+        if choice is None:
+            return []
+        decision = admission.admit(situation, choice, self._books.timeline)
+        return self._reject(state, decision, choice) if isinstance(decision, Rejection) else []
 
     def _dispatch(self, now: float) -> list[Command]:
         """Send out whoever's turn it is in the central line."""
@@ -216,10 +232,12 @@ class Scheduler:
 
     def _settle(self, state: RequestState, situation: Situation, choice: Choice, now: float) -> list[Command]:
         self._assessor.decisions += 1
-        decision = admission.admit(situation, choice)
+        self._migration.observe(state.request.block_hashes, situation.terms.match, now)
+        decision = admission.admit(situation, choice, self._books.timeline)
         if isinstance(decision, Rejection):
             return self._reject(state, decision, choice)
         self._log.decided(state.request, state.arrived_s, choice, decision, now)
+        state.decode_s = situation.need.output_tokens * choice.decode.tbt_s
         state.claimed_tokens = situation.terms.claimed_tokens(choice.row)
         self._books.place(state, decision, situation.need, now)
         return [StartPrefill(decision)]
@@ -233,37 +251,34 @@ class Scheduler:
 
     def _handle_prefill_started(self, event: PrefillStarted, now: float) -> list[Command]:
         state = self._requests.attempt(event.request_id, event.attempt)
-        if state is not None and state.phase is Phase.PREFILL and self._prefills_on(state, event.worker_id):
+        if state is not None and state.phase is Phase.PREFILL and state.prefills_on(event.worker_id):
             self._view.prefill.started(event.worker_id, event.request_id, now)
         return []
 
     def _handle_prefill_finished(self, event: PrefillFinished, now: float) -> list[Command]:
         state = self._requests.attempt(event.request_id, event.attempt)
-        if state is None or state.phase is not Phase.PREFILL or not self._prefills_on(state, event.worker_id):
+        if state is None or state.phase is not Phase.PREFILL or not state.prefills_on(event.worker_id):
             return []
         self._books.prefill_done(state, now)
-        if not event.warmup:
-            pool = self._view.prefill
-            base_s = pool.specs[event.worker_id].profile.prefill_s(state.request.prompt_tokens, event.reused_tokens)
-            self._calibration.observe(event.worker_id, base_s, event.compute_s, pool, now)
-        commands = self._hold_to_claim(state, event, now)
+        wrong = self._learning.prefilled(state, event, now)
+        commands = self._reports.ask(event.worker_id, now) if wrong else []
         if state.decode is None:
             return commands + self._choose_decode(state, now)
         self._books.begin_handover(state, now)
         return commands
 
-    def _hold_to_claim(self, state: RequestState, event: PrefillFinished, now: float) -> list[Command]:
-        worker = event.worker_id
-        wrong = self._trust.observe(worker, state.claimed_tokens, event.reused_tokens, self._view.prefill)
-        return self._reports.ask(worker, now) if wrong else []
-
     def _choose_decode(self, state: RequestState, now: float) -> list[Command]:
         """Late choice of the decode worker, once the prompt is computed (admission `on_prefill_done`)."""
-        request, view = state.request, self._view
-        need = self._assessor.decode_need(request)
-        choice = choose_decode(view.decode, need, eligible(view.decode, request, state.avoid, view.decode.accepts), now)
+        request, need = state.request, self._assessor.decode_need(state.request)
+        choice = self._assessor.choose_decode(state, need, now)
         if choice is None:
             return self._interrupt(state, now, None)
+        refused = admission.admit_to_decode(request, choice, self.config, self._books.timeline.drain_s(now, 0.5))
+        if refused is not None:
+            workers = state.workers
+            self._books.release(state, now)
+            self._requests.end(request.id, Outcome.REJECTED)
+            return [Cancel(request.id, request.attempt, workers), Reject(refused)]
         self._books.reserve(state, choice.worker, need)
         self._books.begin_handover(state, now)
         return [StartDecode(request.id, request.attempt, choice.worker)]
@@ -277,12 +292,17 @@ class Scheduler:
         self._books.begin_decode(state, now)
         return []
 
+    def _handle_first_token(self, event: FirstToken, now: float) -> list[Command]:
+        state = self._requests.attempt(event.request_id, event.attempt)
+        if state is not None:
+            self._books.measure_decode(state, now)
+        return []
+
     def _handle_request_finished(self, event: RequestFinished, now: float) -> list[Command]:
         state = self._requests.attempt(event.request_id, event.attempt)
         if state is None:
             return []
-        if event.reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._assessor.outputs.observe(state.request.traffic_class, event.output_tokens)
+        self._learning.finished(state, event, now)
         self._books.release(state, now)
         self._requests.end(event.request_id, OUTCOMES[event.reason])
         return []
@@ -320,8 +340,7 @@ class Scheduler:
         if not self._reports.joined(worker, event.epoch):
             return commands
         self._view.join(event.worker, event.epoch)
-        if worker in self._view.prefill:
-            self._calibration.joined(worker, self._view.prefill)
+        self._learning.joined(worker)
         for state in self._requests:
             state.avoid -= {worker}
         for state in self._continuations.orphans():
@@ -342,8 +361,8 @@ class Scheduler:
         self._reports.lost(worker, epoch)
         if worker in self._view.epochs:
             self._view.leave(worker)
-            self._calibration.left(worker)
-            self._trust.forget(worker, self._view.prefill)
+            self._learning.left(worker)
+            self._migration.worker_lost(worker)
         return commands
 
     def _handle_worker_draining(self, event: WorkerDraining, now: float) -> list[Command]:
@@ -363,7 +382,7 @@ class Scheduler:
     # time
 
     def _handle_tick(self, event: Tick, now: float) -> list[Command]:
-        return self._reports.ask_again(now) + self._give_up(now) + self._dispatch(now)
+        return self._reports.ask_again(now) + self._give_up(now) + self._dispatch(now) + self._migration.round(now)
 
     def _give_up(self, now: float) -> list[Command]:
         """End requests whose continuation, or a worker for it, did not come in time."""
@@ -378,10 +397,3 @@ class Scheduler:
     def _abandon(self, state: RequestState, rejection: Rejection) -> list[Command]:
         self._continuations.forget(state.request.id)
         return self._reject(state, rejection)
-
-    def _note(self, event: Event, now: float) -> list[Command]:
-        """Something that changes no belief."""
-        return []
-
-    def _prefills_on(self, state: RequestState, worker: WorkerId) -> bool:
-        return state.placement is not None and state.placement.prefill == worker

@@ -19,10 +19,11 @@ from conductor.core.worker_table import BoolArray, FloatArray
 
 @dataclass(frozen=True, slots=True)
 class DecodeNeed:
-    """What a request will want of its decode worker: blocks to reserve, and context tokens when it joins."""
+    """What a request will want of its decode worker: blocks to reserve, context tokens when it joins, and expected output."""
 
     blocks: int
     context_tokens: int
+    output_tokens: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,8 @@ class DecodeChoice:
     tbt_s: float
     calibrated: bool
     fits: bool
+    low_s: float
+    high_s: float
 
 
 def joined_step_s(pool: DecodePool, context_tokens: int) -> FloatArray:
@@ -63,4 +66,11 @@ def choose_decode(pool: DecodePool, need: DecodeNeed, eligible: BoolArray, now: 
 
 
 def decode_choice(pool: DecodePool, row: int, tbt_s: float, fits: bool, now: float) -> DecodeChoice:
-    return DecodeChoice(pool.ids[row], tbt_s, bool(pool.calibrated_until_s[row] >= now), fits)
+    return DecodeChoice(
+        worker=pool.ids[row],
+        tbt_s=tbt_s,
+        calibrated=bool(pool.calibrated_until_s[row] >= now),
+        fits=fits,
+        low_s=tbt_s * float(pool.low_factor[row]),
+        high_s=tbt_s * float(pool.high_factor[row]),
+    )

@@ -33,8 +33,8 @@ from conductor.core.worker_table import BoolArray, FloatArray, IntArray
 class PrefillTerms:
     """The parts that an estimate of one request is made of. Arrays have one entry a prefill worker.
 
-    `best` holds `best_tokens` leading tokens of the prompt, no worker holds more; `local_tokens` lie in a worker's own
-    device pool.
+    `best` has reported `best_tokens` leading tokens of the prompt, nobody more; `local_tokens` lie, or are about to, in a
+    worker's own device pool.
     """
 
     pool: PrefillPool
@@ -111,7 +111,10 @@ def overlapped_s(transfer_s: FloatArray, compute_s: FloatArray, layer_groups: Fl
 
 
 def prefill_terms(request: Request, match: PrefixMatch, view: ClusterView, block_tokens: int, now: float) -> PrefillTerms:
-    """Gather the terms. At least one token is always left to compute, since the first output token needs its logits."""
+    """Gather the terms. At least one token is always left to compute, since the first output token needs its logits.
+
+    What is merely expected counts where it is going to be, for work there is done in turn, and cannot be fetched by others.
+    """
     pool = view.prefill
     depths = match.depths
     most_blocks = (request.prompt_tokens - 1) // block_tokens
@@ -119,7 +122,7 @@ def prefill_terms(request: Request, match: PrefixMatch, view: ClusterView, block
     if pool.distrusted:
         local = np.floor(local * pool.trust)
     local *= block_tokens
-    best_blocks = min(int(depths.max()), most_blocks)
+    best_blocks = min(int(match.confirmed.max()), most_blocks)
     best, bandwidth = _best_holder(match, best_blocks, view) if best_blocks else (None, math.inf)
     return PrefillTerms(
         pool=pool,
@@ -127,7 +130,7 @@ def prefill_terms(request: Request, match: PrefixMatch, view: ClusterView, block
         prompt_tokens=request.prompt_tokens,
         queue_s=pool.queue_s(now),
         local_tokens=local,
-        best_tokens=float(best_blocks * block_tokens) if best is not None else 0.0,
+        best_tokens=float(best_blocks * block_tokens),
         best=best,
         best_bytes_per_s=bandwidth,
         match=match,
@@ -135,18 +138,12 @@ def prefill_terms(request: Request, match: PrefixMatch, view: ClusterView, block
     )
 
 
-def _best_holder(match: PrefixMatch, blocks: int, view: ClusterView) -> tuple[Holder | None, float]:
-    """Of those that hold the most, the one whose outgoing link is the least shared; ties go to the lower slot."""
-    best: Holder | None = None
-    most = 0.0
-    for slot in np.flatnonzero(match.depths >= blocks):
-        holder = view.holder_of_slot.get(int(slot))
-        if holder is None:
-            continue
-        bandwidth = view.source_bytes_per_s(holder) / (view.flows_out(holder.owner) + 1)
-        if best is None or bandwidth > most:
-            best, most = holder, bandwidth
-    return best, most
+def _best_holder(match: PrefixMatch, blocks: int, view: ClusterView) -> tuple[Holder, float]:
+    """Of those that have reported the most, the one whose outgoing link is the least shared; ties go to the lower slot."""
+    holders = [view.holder_of_slot[int(slot)] for slot in np.flatnonzero(match.confirmed >= blocks)]
+    speeds = [view.source_bytes_per_s(holder) / (view.flows_out(holder.owner) + 1) for holder in holders]
+    fastest = max(speeds)
+    return holders[speeds.index(fastest)], fastest
 
 
 @dataclass(slots=True)

@@ -83,7 +83,11 @@ class Request:
     @property
     def cache_domain(self) -> str:
         """The salt of the KV namespace: requests of one domain share prefixes. No tenant's name has a '+'."""
-        return self.tenant if self.sharing_group is None else f"+{self.sharing_group}"
+        return cache_domain(self.tenant, self.sharing_group)
+
+
+def cache_domain(tenant: str, sharing_group: str | None) -> str:
+    return tenant if sharing_group is None else f"+{sharing_group}"
 
 
 @dataclass(frozen=True, slots=True)

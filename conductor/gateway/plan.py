@@ -10,11 +10,13 @@ from __future__ import annotations
 import os
 import random
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
+from conductor.core.hashing import TOKEN_BYTES
 from conductor.core.messages import GenerationJob, SamplingParams
-from conductor.core.types import Request
+from conductor.core.types import Request, cache_domain
 from conductor.gateway.errors import ApiError, invalid
 from conductor.gateway.fields import Prompt
 from conductor.gateway.hints import Hints
@@ -99,22 +101,22 @@ class Planner:
         jobs: list[GenerationJob] = []
         for tokens in prompts:
             packed = struct.pack(f"<{len(tokens)}i", *tokens)
-            request = self._request(body, len(tokens), origin)
-            hashes = self._served.hash_prompt(packed, request.cache_domain)
+            request_as = self._request(body, packed, origin)
+            limit = self._output_limit(body, len(tokens))
             for _ in range(choices):
                 job_id = request_id if total == 1 else f"{request_id}-{len(jobs)}"
-                sampling = self._sampling(body, request.max_output_tokens, (seed + len(jobs)) % SEED_LIMIT)
-                jobs.append(GenerationJob(replace(request, id=job_id, block_hashes=hashes), packed, sampling, origin.channel))
+                sampling = self._sampling(body, limit, (seed + len(jobs)) % SEED_LIMIT)
+                request = request_as(id=job_id, max_output_tokens=limit)
+                jobs.append(GenerationJob(request, packed, sampling, origin.channel))
         silent = frozenset(jobs[0].sampling.stop_token_ids)
         return Plan(request_id, tuple(jobs), len(prompts), sum(map(len, prompts)), body.stop, silent)
 
-    def _request(self, body: GenerationBody, prompt_tokens: int, origin: Origin) -> Request:
-        """Everything but its id and its block hashes."""
-        return Request(
-            id="",
-            prompt_tokens=prompt_tokens,
-            block_hashes=(),
-            max_output_tokens=self._output_limit(body, prompt_tokens),
+    def _request(self, body: GenerationBody, packed: bytes, origin: Origin) -> Callable[..., Request]:
+        """Makes requests that differ in id and output limit."""
+        return partial(
+            Request,
+            prompt_tokens=len(packed) // TOKEN_BYTES,
+            block_hashes=self._served.hash_prompt(packed, cache_domain(origin.tenant, origin.sharing_group)),
             slo=origin.hints.slo,
             priority=origin.hints.priority,
             traffic_class=origin.hints.traffic_class,

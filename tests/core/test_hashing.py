@@ -50,6 +50,7 @@ def test_a_chain_can_be_continued(values: list[int]) -> None:
         KVNamespace(BASE.model, 4, adapter="None"),
         KVNamespace(BASE.model, 4, adapter="a"),
         KVNamespace(BASE.model, 4, salt="a"),
+        KVNamespace(BASE.model, 4, salt="\ud800"),
         KVNamespace(("smollm2r1", "", "tok", "float32", "gqa-1"), 4),
     ],
     ids=repr,
@@ -72,3 +73,31 @@ def test_every_process_agrees() -> None:
 def test_a_block_has_at_least_one_token() -> None:
     with pytest.raises(ValueError, match="block_tokens is 0"):
         KVNamespace((), 0)
+
+
+def test_a_prompt_is_cut_into_blocks_of_at_least_one_token() -> None:
+    with pytest.raises(ValueError, match="block_tokens is 0"):
+        hash_blocks(BASE.seed, tokens([1, 2]), 0)
+
+
+def test_tokens_of_another_width_are_refused() -> None:
+    """An array of int64 would give every prompt hashes that no engine ever reports."""
+    with pytest.raises(ValueError, match="items of 8 bytes"):
+        hash_blocks(BASE.seed, memoryview(np.arange(8)), 4)
+
+
+def test_arrays_hash_as_their_bytes() -> None:
+    values = np.arange(16, dtype="<i4")
+    assert hash_blocks(BASE.seed, memoryview(values), 4) == hash_blocks(BASE.seed, values.tobytes(), 4)
+
+
+def test_adapter_and_salt_do_not_run_together() -> None:
+    """A tenant's salt cannot pass for an adapter, nor one list of model fields for another."""
+    names = [None, "", "a", "ab", "b"]
+    seeds = {
+        KVNamespace(model, 4, adapter, salt or "").seed
+        for model in ((), ("a",), ("a", "b"), ("ab",))
+        for adapter in names
+        for salt in names[1:]
+    }
+    assert len(seeds) == 4 * 5 * 4

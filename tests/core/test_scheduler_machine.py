@@ -144,12 +144,14 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def hold_placement(self, command: StartPrefill) -> None:
         placed, request = command.placement, self.requests[command.placement.request_id]
-        assert 0 <= placed.reuse.reused_tokens < request.prompt_tokens, "at least one token is left to compute"
+        assert 0 <= placed.reuse.reused_tokens < request.prompt_tokens, "I13: at least one token is left to compute"
         source = placed.reuse.source
         assert (source is None) == (placed.reuse.fetched_tokens == 0)
         if source is not None:
             assert source.owner in self.joined or source.owner in {f"n-{name}" for name in self.joined}
             assert source.owner != placed.prefill
+            prefix = request.block_hashes[: placed.reuse.reused_tokens // BLOCK_TOKENS]
+            assert all(source in self.index.holders(block) for block in prefix), "I13: reported blocks alone are fetched"
         assert not request.model or SPECS[placed.prefill].model in ("", request.model)
         if SPECS[placed.prefill].role is Role.COUPLED and placed.decode is not None:
             assert placed.decode == placed.prefill, "a coupled engine keeps what it prefills"
@@ -254,7 +256,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(name=names)
     def a_worker_is_followed_again(self, name: WorkerId) -> None:
-        """Whatever was lost: after the next report and the snapshot that it leads to, belief and truth agree (I8)."""
+        """Whatever was lost: after the next report and the snapshot that it leads to, belief and truth agree (I14)."""
         if name not in self.joined or self.joined[name] != self.workers[name].epoch:
             return
         worker = self.workers[name]
@@ -371,7 +373,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.now = max(self.now, deadline)
             self.tell(Tick())
             following = self.scheduler.next_deadline()
-            assert following is None or following > deadline, "a deadline that is answered must not come again"
+            assert following is None or following > deadline, "I15: a deadline that is answered must not come again"
 
     # what holds at any time
 
@@ -414,7 +416,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not [one for one in self.ledger.rejections if one.reason in EXPENSIVE_REASONS]
 
     def teardown(self) -> None:
-        """Every request ends if the workers do their part, and then nothing is left of it (I1, I9, I11)."""
+        """Every request ends if the workers do their part, and then nothing is left of it (I9, I11, I16)."""
         if not hasattr(self, "scheduler"):
             return
         for name in ("d1", "p1", "p2"):
@@ -423,7 +425,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if not self.ledger.live:
                 break
             self.push_everybody_on()
-        assert not self.ledger.live, "a request waits for ever"
+        assert not self.ledger.live, "I16: a request waits for ever"
         self.i9_nothing_is_held_when_nothing_is_in_flight()
         self.now += 1000.0
         self.tell(Tick())

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.traces.sim_builders import run_loop
+from tests.traces.sim_builders import options, profile, row, run, run_loop
 from traces.sim.links import Link, Network
 from traces.sim.loop import At, EventLoop
 
@@ -84,3 +84,21 @@ def test_stopped_flow_counts_what_it_sent_and_does_not_arrive() -> None:
     run_loop(loop)
     assert [("other", pytest.approx(15.0))] == arrived
     assert network.bytes_moved["test"] == 150
+
+
+def test_storage_reads_go_through_the_card_with_less_to_read() -> None:
+    """Two prompts whose context lies in the shared store alone: dual path reads the second through a decode node's card."""
+    tiers = {"shared": {"bytes_per_s": 1e12, "blocks": 1000}}
+    network = {"nic_bytes_per_s": 50e9, "latency_s": 0.0, "contention": True}
+    moved = {}
+    for reads in ("prefill", "dual"):
+        storage = {"nic_bytes_per_s": 5e9, "reads": reads}
+        cluster = profile(tiers=tiers, network=network, storage=storage, prefill_blocks=60)
+        first = [row(10.0 * number, 20_000, first_block=1000 * number) for number in range(3)]
+        again = [row(40.0 + number / 100, 20_000, first_block=1000 * number) for number in range(2)]
+        chosen = options(cluster, policy="kvcache_centric", prefill_workers=1)
+        simulation, _ = run([*first, *again], chosen)
+        moved[reads] = dict(simulation.cluster.network.bytes_moved)
+    assert set(moved["prefill"]) == {"handover", "shared_restore"}
+    assert set(moved["dual"]) == {"handover", "shared_restore", "shared_restore_relayed"}
+    assert moved["prefill"]["shared_restore"] == moved["dual"]["shared_restore"] + moved["dual"]["shared_restore_relayed"]

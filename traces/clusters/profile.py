@@ -11,6 +11,7 @@ from typing import Annotated, Literal, TypeAlias
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from conductor.core.types import Role
 from traces.service_time import (
     DecodeTime,
     FlopsPrefill,
@@ -120,8 +121,28 @@ class TierValues(_Values):
     blocks: Annotated[int, Field(ge=0)]
 
 
+class StorageReads(StrEnum):
+    """Whose storage card a prefill worker's blocks come through (DualPath, arXiv 2602.21548)."""
+
+    PREFILL = "prefill"
+    DUAL = (
+        "dual"  # its own or a decode worker's, whichever has less to read; the latter passes them on over the compute network
+    )
+
+
+class StorageValues(_Values):
+    """The card through which each node reads the shared store."""
+
+    nic_bytes_per_s: Positive
+    reads: StorageReads = StorageReads.PREFILL
+
+
 class ClusterProfile(_Values):
-    """Hardware truth of one kind of node. `step_variation` is the standard deviation of a prefill step's duration, relative."""
+    """Hardware truth of one kind of node. `step_variation` is the standard deviation of a prefill step's duration, relative.
+
+    `prefill_blocks` is the device pool of prefill workers where it is not `device_blocks`. Without `storage` the shared store
+    is read through the compute network's card.
+    """
 
     description: str
     gpus_per_worker: Annotated[int, Field(gt=0)]
@@ -133,13 +154,19 @@ class ClusterProfile(_Values):
     prefill: Annotated[StepPolynomialValues | QuadraticValues | FlopsValues, Field(discriminator="form")]
     decode: Annotated[LinearDecodeValues | ShareDecodeValues, Field(discriminator="form")]
     network: NetworkValues
+    prefill_blocks: Annotated[int, Field(gt=0)] | None = None
     tiers: dict[LowerTier, TierValues] = {}
+    storage: StorageValues | None = None
     step_variation: Annotated[float, Field(ge=0, le=0.5)] = 0.0
     chunked_prefill: bool = True
     reuse_blocks: bool = True
     layer_groups: Annotated[int, Field(gt=0)] = 8
     handover: Handover
     first_token: FirstTokenFrom
+
+    def pool_blocks(self, role: Role) -> int:
+        """Device pool of a worker."""
+        return self.prefill_blocks if self.prefill_blocks is not None and role is Role.PREFILL else self.device_blocks
 
     @property
     def capacity_tokens(self) -> int:

@@ -26,6 +26,11 @@ class Link:
         self.bytes_moved = 0
         self.flows: dict[Flow, None] = {}
 
+    @property
+    def left_bytes(self) -> float:
+        """What the flows on the link had left to send when their speeds last changed."""
+        return sum(flow.left_bytes for flow in self.flows)
+
 
 class Flow:
     """Bytes on their way. `version` grows with every change of speed and outdates the ending planned before."""

@@ -43,6 +43,7 @@ def collect(name: str, simulation: Simulation) -> RunResult:
         bytes_moved=dict(sorted(simulation.cluster.network.bytes_moved.items())),
         replicas=replicas(simulation),
         load_max_over_mean=_load_max_over_mean(simulation),
+        prefill_busy_s=sum(_busy_s(simulation)),
         loads=tuple(simulation.watch.loads),
     )
 
@@ -115,6 +116,10 @@ def _tpot_s(record: RequestRecord) -> float | None:
 
 def _load_max_over_mean(simulation: Simulation) -> float | None:
     """How unevenly the prefill workers were busy."""
-    busy = [worker.prefill.busy_s for worker in simulation.cluster.workers.values() if worker.prefill is not None]
+    busy = _busy_s(simulation)
     total = sum(busy)
     return max(busy) * len(busy) / total if total > 0 else None
+
+
+def _busy_s(simulation: Simulation) -> list[float]:
+    return [worker.prefill.busy_s for worker in simulation.cluster.workers.values() if worker.prefill is not None]

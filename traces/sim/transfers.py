@@ -7,20 +7,24 @@ network cards; lower tiers send over their own channel, the shared store also ov
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from conductor.core.commands import DropBlocks, TransferBlocks
 from conductor.core.events import Event, TransferFailed, TransferFinished
-from conductor.core.types import Holder, Tier, WorkerId
-from traces.clusters.profile import ClusterProfile
+from conductor.core.types import Holder, Role, Tier, WorkerId
+from traces.clusters.profile import ClusterProfile, StorageReads
 from traces.sim.job import Job
 from traces.sim.links import Flow, Link, Network
 from traces.sim.loop import EventLoop
 
 if TYPE_CHECKING:
     from traces.sim.worker import SimWorker
+
+
+RELAY_LINKS = 4  # channel of the store, storage card and outgoing card of the relay, incoming card of the target
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,7 @@ class BlockMover:
         self._network = network
         self._block_bytes = profile.kv_bytes_per_token * profile.block_tokens
         self._block_tokens = profile.block_tokens
+        self._storage_reads = None if profile.storage is None else profile.storage.reads
         self._workers = workers
         self._deliver = deliver
         self._parent_of = parent_of
@@ -69,6 +74,7 @@ class BlockMover:
         links = self._links(plan.source, target)
         size_bytes = len(blocks) * self._block_bytes
         path = "peer_fetch" if source else f"{plan.source.tier.name.lower()}_restore"
+        path += "_relayed" if len(links) == RELAY_LINKS else ""
         flow = self._network.start(path, links, size_bytes, self._fetched, job, first, submit)
         if source is not None:
             source.cache.pin(blocks)
@@ -128,7 +134,18 @@ class BlockMover:
         if holder.tier is Tier.DEVICE:
             return (self._workers[holder.owner].outgoing, target.incoming)
         channel = target.tiers[holder.tier].channel
-        return (channel, target.incoming) if holder.tier is Tier.SHARED else (channel,)
+        return (channel, *self._reader(target)) if holder.tier is Tier.SHARED else (channel,)
+
+    def _reader(self, target: SimWorker) -> tuple[Link, ...]:
+        """The cards between the shared store and `target`: its own, or a decode worker's that has less left to read."""
+        if target.storage is None:
+            return (target.incoming,)
+        if self._storage_reads is StorageReads.DUAL:
+            others = [worker for worker in self._workers.values() if worker.spec.role is Role.DECODE]
+            relay = min(others, key=lambda worker: worker.storage.left_bytes if worker.storage else math.inf, default=None)
+            if relay is not None and relay.storage is not None and relay.storage.left_bytes < target.storage.left_bytes:
+                return (relay.storage, relay.outgoing, target.incoming)
+        return (target.storage,)
 
     def _hold(self, job: Job, target: SimWorker, first: int) -> None:
         """Keep the local part of the prefix while the rest travels."""

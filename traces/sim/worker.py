@@ -55,13 +55,15 @@ class TierStore:
 
 @dataclass(eq=False, slots=True)
 class SimWorker:
-    """`tiers` hold what the worker's node, or the cluster, keeps below the device pool."""
+    """`tiers` hold what the worker's node, or the cluster, keeps below the device pool; `storage` is its card to the
+    shared store."""
 
     spec: WorkerSpec
     reporter: Reporter
     cache: BlockCache
     incoming: Link
     outgoing: Link
+    storage: Link | None = None
     tiers: dict[Tier, TierStore] = field(default_factory=dict)
     prefill: PrefillEngine | None = None
     decode: DecodeEngine | None = None

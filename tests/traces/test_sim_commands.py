@@ -1,0 +1,71 @@
+"""`conductor simulate` from its flags to its figures."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from conductor.flight_log import recording
+from tests.traces.builders import mooncake_line, write_lines
+from traces import commands, sim_commands
+
+APP = typer.Typer()
+commands.register(APP)
+sim_commands.register(APP, recording, Path("no-profiles"))
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Forty prompts of 2,048 tokens, half a second apart, each twice."""
+    lines = [mooncake_line(500 * n, 4, 20, 4 * (n // 2)) for n in range(40)]
+    return write_lines(tmp_path / "t.jsonl", *lines)
+
+
+def simulated(trace: Path, *words: object) -> dict[str, Any]:
+    result = CliRunner().invoke(APP, ["simulate", str(trace), "--admission", "none", "--json", "-", *map(str, words)])
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_coupled_engines_stand_alone_unless_others_are_asked_for(trace: Path) -> None:
+    """`--coupled 2` is an undisaggregated cluster: no hand-over moves a byte."""
+    found = simulated(trace, "--coupled", 2, "--policy", "least_loaded")
+    settings = found["settings"]
+    assert [settings[f"{kind}_workers"] for kind in ("prefill", "decode", "coupled")] == [0, 0, 2]
+    assert (found["completed"], found["bytes_moved"]) == (40, {})
+
+
+def test_prefix_cache_and_chunked_prefill_are_switched_by_flags(trace: Path) -> None:
+    """Without the cache nothing is reused; without chunks the longest gaps are no shorter."""
+    words = ("--coupled", 1, "--policy", "local_cache_aware", "--speed", 4)
+    cached, plain = simulated(trace, *words), simulated(trace, *words, "--no-prefix-cache", "--no-chunked-prefill")
+    assert cached["prefill_tokens_avoided"] > 0
+    assert plain["prefill_tokens_avoided"] == 0
+    assert plain["ttft_s"]["mean"] > cached["ttft_s"]["mean"]
+
+
+def test_node_loss_costs_no_request(trace: Path) -> None:
+    """A prefill node dies twice and a decode node for good; all requests end."""
+    words = ("--lose", "prefill-000@3-5", "--lose", "prefill-000@9.5-12", "--lose", "decode-001@7", "--load-reports", 1)
+    found = simulated(trace, "--prefill", 2, "--decode", 2, *words)
+    assert (found["completed"], found["failed"], found["rejected"]) == (40, {}, {})
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--lose", "prefill-000"), "lose is 'prefill-000'; allowed: WORKER@AT"),
+        (("--lose", "prefill-000@9-5"), "back_s is 5.0; allowed: a time after lost_s, 9.0"),
+        (("--lose", "node@1"), "outage of 'node'; allowed: one of prefill-000"),
+        (("--prefill", "0"), "no worker to prefill"),
+        (("--load-reports", "0"), "load_reports_s is 0.0; allowed: a number above 0"),
+    ],
+)
+def test_bad_flags_are_one_line_and_exit_code_2(trace: Path, words: tuple[str, ...], message: str) -> None:
+    result = CliRunner().invoke(APP, ["simulate", str(trace), *words])
+    assert result.exit_code == 2
+    assert message in result.stderr.replace("\n", " ")
