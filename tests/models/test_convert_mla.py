@@ -15,7 +15,9 @@ from models.errors import ModelFileError
 from models.folder import find_model
 from models.hf_folder import load_weights
 from models.llama import Llama
-from models.load import load_model
+from models.load import LoadedModel, load_model
+from models.pull import DEFAULT_MODEL
+from models.quality import score_text
 from tests.models.builders import new_cache, run, write_tiny_folder
 from tests.models.contract import check_all, tokens
 
@@ -89,3 +91,24 @@ def test_a_model_with_normed_keys_is_refused(tmp_path: Path) -> None:
     model, weights = load(str(tmp_path))
     with pytest.raises(ModelFileError, match="Qwen3ForCausalLM has normed or biased keys"):
         convert_to_latent(model, weights, calibrate(model, tokens(20)), rank=8, rope_dim=8)
+
+
+CALIBRATION = Path(__file__).parent.parent.parent / "conductor" / "DESIGN.md"
+SAMPLE = Path(__file__).parent / "sample.txt"
+
+
+@pytest.mark.slow
+def test_what_the_default_model_pays_for_a_smaller_latent(default_model: LoadedModel) -> None:
+    """Most of the rotation can go for nothing; the bytes cannot: without training, a third less ruins the model."""
+    model, weights = load(DEFAULT_MODEL)
+    calibration = calibrate(model, default_model.tokenizer.encode(CALIBRATION.read_text())[:1500])
+    text = default_model.tokenizer.encode(SAMPLE.read_text())[:400]
+    exact = score_text(model, text)
+    rises = {}
+    for rope_dim, rank in ((128, 256), (96, 160)):
+        converted = convert_to_latent(model, weights, calibration, rank=rank, rope_dim=rope_dim)
+        found = score_text(converted, text)
+        rises[rope_dim, rank] = found.perplexity / exact.perplexity - 1
+        print(f"rope {rope_dim}, rank {rank}: {converted.layout.bytes_per_token} B, perplexity {found.perplexity:.2f}")
+    assert abs(rises[128, 256]) < 0.01
+    assert 0.2 < rises[96, 160] < 1.0
