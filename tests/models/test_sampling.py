@@ -47,9 +47,9 @@ def test_temperature_zero_takes_the_most_likely_token() -> None:
 @given(logit_rows, st.integers(1, 50), st.integers(-(2**63), 2**64), st.integers(0, 100_000))
 @settings(max_examples=60)
 def test_top_k_draws_one_of_the_k_most_likely(logits: list[float], k: int, seed: int, position: int) -> None:
-    """Nothing outside of the k largest logits is ever drawn."""
+    """Nothing outside of the k largest logits is ever drawn; logits whose probabilities round to the same tie."""
     (token,) = sample(rows(logits), [Rules(top_k=k, seed=seed)], [position])
-    assert logits[token.token_id] >= sorted(logits, reverse=True)[:k][-1]
+    assert logits[token.token_id] >= sorted(logits, reverse=True)[:k][-1] - 1e-12
 
 
 @given(logit_rows, st.floats(0.01, 1.0), st.integers(0, 1000))
