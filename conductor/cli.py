@@ -59,10 +59,11 @@ def main() -> None:
     own = {"serve", "config", "model", "key", "explain", "verify", "counterfactual", "doctor", "--version"}
     if not own & set(sys.argv[1:2]):
         from conductor.flight_log import recording
+        from models.cache import cache_root
         from traces import commands, sim_commands
 
         commands.register(app)
-        sim_commands.register(app, recording)
+        sim_commands.register(app, recording, cache_root() / "profiles")
     app()
 
 
@@ -232,13 +233,15 @@ def decision_from_log(request_id: str, log: Path) -> Mapping[str, Any]:
     from conductor.core.config import SchedulerConfig
     from conductor.core.scheduler import Scheduler
     from conductor.flight_log import FlightLogError, read
+    from conductor.policies_loader import PolicyError, load_policy
 
     try:
         header, records = read(log, SchedulerConfig)
-        scheduler = Scheduler(replace(header.scheduler, decision_records=sys.maxsize))
+        config = replace(header.scheduler, decision_records=sys.maxsize)
+        scheduler = Scheduler(config, policy=load_policy(config.policy))
         for record in records:
             scheduler.handle(record.event, record.now)
-    except FlightLogError as error:
+    except (FlightLogError, PolicyError) as error:
         raise fail(str(error), ExitCode.BAD_INPUT) from None
     decision = scheduler.decision_record(request_id)
     if decision is None:

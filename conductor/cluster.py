@@ -20,6 +20,7 @@ from conductor.core.config import SchedulerConfig
 from conductor.core.scheduler import Scheduler
 from conductor.core.types import Role, WorkerId, WorkerSpec
 from conductor.flight_log import RunDirectory
+from conductor.policies_loader import load_policy
 from conductor.runtime import ConductorRuntime, Ports
 
 if TYPE_CHECKING:  # actors import this module, and need no configuration files, schemas or gateway
@@ -56,7 +57,8 @@ class ConductorActor(ConductorRuntime):
 
     def __init__(self, config: SchedulerConfig, logs: RunDirectory | None) -> None:
         log = None if logs is None else logs.open_run(config)
-        super().__init__(Scheduler(config), log, Ports(is_worker_loss=is_worker_loss, on_fatal=_exit_process))
+        scheduler = Scheduler(config, policy=load_policy(config.policy))
+        super().__init__(scheduler, log, Ports(is_worker_loss=is_worker_loss, on_fatal=_exit_process))
 
     async def join(self, spec: WorkerSpec, handle: Any) -> int:
         """`add_worker` with this actor as the one to report to."""

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from conductor.core.config import SchedulerConfig
 from conductor.core.types import SLO
 from conductor.gateway.settings import GatewaySettings
+from conductor.policies_loader import PolicyError, load_policy
 
 ENVIRONMENT_PREFIX = "CONDUCTOR__"
 DEFAULT_TTFT_SLO_S = 30.0  # the objective of the Mooncake paper's experiments (FAST'25, section 5.1)
@@ -139,9 +140,13 @@ def _merge(layers: list[tuple[str, Any, str]]) -> LoadedConfig:
         _set(tree, key.split("."), value)
         sources[key] = source
     try:
-        return LoadedConfig(Config.model_validate(tree), sources)
+        config = Config.model_validate(tree)
+        load_policy(config.scheduler.policy)
     except ValidationError as error:
         raise ConfigError(_explain(error, sources)) from None
+    except PolicyError as error:
+        raise ConfigError(f"scheduler.{error} (from {sources.get('scheduler.policy', 'default')})") from error
+    return LoadedConfig(config, sources)
 
 
 def _set(tree: dict[str, Any], path: list[str], value: Any) -> None:

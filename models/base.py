@@ -24,7 +24,8 @@ class ForwardBatch:
 
     token_ids: int64 [total_new_tokens]; query_lens and context_lens: one entry a sequence (new tokens; tokens already cached);
     block_tables: one list of cache block ids a sequence, long enough for context + new tokens. `all_logits` asks for logits
-    of every new token, not of each sequence's last alone.
+    of every new token, not of each sequence's last alone. `replay`: the new tokens' state is in the cache but for their
+    window layers'; only that is written, computed as if no window state existed before them (bounded replay).
     """
 
     token_ids: Tensor
@@ -32,6 +33,7 @@ class ForwardBatch:
     context_lens: Sequence[int]
     block_tables: Sequence[Sequence[int]]
     all_logits: bool = False
+    replay: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.errors import ModelFileError
-from models.kv_layout import NumberFormat, StateKind, grouped_query
+from models.kv_layout import NumberFormat, StateKind, grouped_query, sliding_window
 
 HF_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 GGUF_ARCHITECTURES = {
@@ -47,17 +47,31 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary positions of the first `dim` of a head's dimensions."""
+    """Rotary positions of `dim` dimensions. `frequencies` replaces those that follow from theta, one a pair."""
 
     dim: int
     theta: float
     max_context: int
     scaling: RopeScaling | None = None
+    frequencies: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GemmaTraits:
+    """What sets Gemma apart from Llama, besides norms after attention and feed-forward, and gelu: scaled embeddings, its own
+    scale of attention logits, caps on logits, and another rotary base in window layers."""
+
+    embedding_scale: float
+    softmax_scale: float
+    attention_cap: float | None
+    logit_cap: float | None
+    window_rope: Rope
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Everything that `models.llama` needs to know of a model besides its weights."""
+    """Everything that `models.llama` needs to know of a model besides its weights. `layer_windows`: how many tokens each layer
+    sees back, None for all; empty if all layers see everything."""
 
     architecture: str
     vocab_size: int
@@ -75,6 +89,8 @@ class ModelConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
+    layer_windows: tuple[int | None, ...] = ()
+    gemma: GemmaTraits | None = None
 
     @property
     def rope(self) -> Rope:
@@ -89,7 +105,19 @@ class ModelConfig:
         return GQA_LAYOUT_VERSION
 
     def kv_states(self, kept_as: NumberFormat) -> tuple[StateKind, ...]:
-        return (grouped_query(self.num_layers, self.num_kv_heads, self.head_dim, kept_as),)
+        """Global state first, then that of each window."""
+        windows = [window for window in self.layer_windows if window is not None]
+        whole = grouped_query(self.num_layers - len(windows), self.num_kv_heads, self.head_dim, kept_as)
+        return (
+            whole,
+            *(
+                sliding_window(windows.count(window), self.num_kv_heads, self.head_dim, kept_as, window)
+                for window in sorted(set(windows))
+            ),
+        )
+
+    def window(self, layer: int) -> int | None:
+        return self.layer_windows[layer] if self.layer_windows else None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -162,6 +190,7 @@ def config_from_hf(values: Mapping[str, Any], source: str = "config.json") -> Mo
         qkv_bias=qwen2 or attention_bias,
         output_bias=attention_bias and not qwen2,
         qk_norm=architecture == "Qwen3ForCausalLM",
+        layer_windows=_hf_windows(fields, architecture),
     )
 
 
@@ -179,8 +208,31 @@ def _refuse_unsupported(fields: Fields) -> None:
     if fields.get("mlp_bias"):
         raise fields.error("mlp_bias", True, "false")
     window = fields.get("sliding_window")
-    if window is not None and fields.get("use_sliding_window") is not False:
+    if window is not None and fields.get("architectures") == ["LlamaForCausalLM"]:
         raise fields.error("sliding_window", window, "null (attention over the whole context)")
+
+
+def layer_windows(fields: Fields, default_kinds: list[str]) -> tuple[int | None, ...]:
+    """The window of each layer; `default_kinds`: what each layer is where the file does not say."""
+    if fields.get("sliding_window") is None or fields.get("use_sliding_window") is False:
+        return ()
+    window = fields.count("sliding_window")
+    kinds = fields.get("layer_types") or default_kinds
+    known = ("sliding_attention", "full_attention")
+    if len(kinds) != len(default_kinds) or not set(kinds) <= set(known):
+        raise fields.error("layer_types", kinds, f"{len(default_kinds)} of {', '.join(known)}")
+    windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return windows if any(windows) else ()
+
+
+def _hf_windows(fields: Fields, architecture: str) -> tuple[int | None, ...]:
+    layers = fields.count("num_hidden_layers")
+    if architecture == "MistralForCausalLM":
+        return layer_windows(fields, ["sliding_attention"] * layers)
+    if not fields.get("use_sliding_window"):
+        return ()
+    first = fields.get("max_window_layers") or 0
+    return layer_windows(fields, ["sliding_attention" if i >= first else "full_attention" for i in range(layers)])
 
 
 def rope_fields(fields: Fields) -> Fields:
@@ -258,6 +310,10 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     }
     if config.architecture != "Qwen2ForCausalLM":
         values["attention_bias"] = config.qkv_bias
+    if any(config.layer_windows):
+        values["sliding_window"] = next(window for window in config.layer_windows if window is not None)
+        values["use_sliding_window"] = True
+        values["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in config.layer_windows]
     if config.rope_scaling is not None:
         values["rope_scaling"] = _rope_scaling_to_hf(config.rope_scaling)
     return values

@@ -26,14 +26,15 @@ from models.weights import EMBED, FINAL_NORM, HEAD
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One block's weights. `query_b` and its norm are None where queries are projected directly."""
+    """One block's weights. `query_b` and its norm are None where queries are projected directly, the latents' norm where
+    a model was converted to latent attention."""
 
     attention_norm: Tensor
     query_kv_a: Tensor
     query_kv_a_bias: Tensor | None
     query_a_norm: Tensor | None
     query_b: Tensor | None
-    kv_a_norm: Tensor
+    kv_a_norm: Tensor | None
     expansion: Expansion
     output: Tensor
     output_bias: Tensor | None
@@ -92,7 +93,9 @@ class Deepseek(CausalLM):
         queries = queries.view(len(hidden), config.num_heads, config.query_dim)
         nope, rope = queries.tensor_split((config.nope_dim,), dim=-1)
         queries = torch.cat((nope, rotate(rope, cos, sin)), dim=-1)
-        return queries, self._normed(latents, layer.kv_a_norm), rotate(rope_keys[:, None], cos, sin)[:, 0]
+        if layer.kv_a_norm is not None:
+            latents = self._normed(latents, layer.kv_a_norm)
+        return queries, latents, rotate(rope_keys[:, None], cos, sin)[:, 0]
 
     def _finish_layer(self, layer: _Layer, hidden: Tensor, attended: Tensor) -> Tensor:
         hidden = hidden + F.linear(attended.flatten(1), layer.output, layer.output_bias)
@@ -125,7 +128,7 @@ def _layer(config: DeepseekConfig, weights: Mapping[str, Tensor], shape: LatentS
         query_kv_a_bias=weights.get(prefix + "query_kv_a.bias"),
         query_a_norm=weights.get(prefix + "query_a_norm.weight"),
         query_b=weights.get(prefix + "query_b.weight"),
-        kv_a_norm=weights[prefix + "kv_a_norm.weight"],
+        kv_a_norm=weights.get(prefix + "kv_a_norm.weight"),
         expansion=split_expansion(weights[prefix + "kv_b.weight"], shape),
         output=weights[prefix + "output.weight"],
         output_bias=weights.get(prefix + "output.bias"),

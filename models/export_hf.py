@@ -23,7 +23,7 @@ _TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.jso
 def export_model(name_or_path: str, target: Path) -> None:
     """Write the named model, weights as float32 and tokenizer, into the folder `target`."""
     folder = find_model(name_or_path)
-    if not isinstance(folder.config, ModelConfig):
+    if not isinstance(folder.config, ModelConfig) or folder.config.gemma is not None:
         raise ModelFileError(f"{name_or_path} is a {folder.config.architecture}; export writes the Llama family only")
     export_weights(folder.config, load_weights(folder, torch.device("cpu"), torch.float32), target)
     for name in _TEXT_FILES:

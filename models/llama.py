@@ -1,5 +1,5 @@
-"""The Llama family of decoders over a paged KV cache: Llama, Mistral without window, Qwen2 (biased q, k, v), Qwen3
-(normed q, k).
+"""The Llama family of decoders over a paged KV cache: Llama, Mistral (sliding window), Qwen2 (biased q, k, v), Qwen3
+(normed q, k), and Gemma 2 and 3 text models (window and global layers in turn, norms around each part).
 
 Pre-norm blocks of grouped-query attention and a gated feed-forward, rotary positions, optionally tied embeddings. The weights
 arrive fused (`models.weights`) and may be memory-mapped; they are only read. Attention and cache layout are those of
@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.base import CausalLM, ForwardBatch, KVLayout, PagedKVCache
-from models.config import ModelConfig
-from models.paged_attention import BatchPlan, attend, last_token_plan, plan_batch, write_kv
+from models.config import ModelConfig, Rope
+from models.paged_attention import PLAIN_SOFTMAX, BatchPlan, Softmax, attend, last_token_plan, plan_batch, write_kv
 from models.rotary import rotary_tables, rotate
 from models.weights import EMBED, FINAL_NORM, HEAD
 
@@ -28,6 +28,7 @@ class _Layer:
     """One block's weights; optional ones are None where the architecture lacks them."""
 
     attention_norm: Tensor
+    attended_norm: Tensor | None
     qkv: Tensor
     qkv_bias: Tensor | None
     query_norm: Tensor | None
@@ -35,6 +36,7 @@ class _Layer:
     output: Tensor
     output_bias: Tensor | None
     feed_forward_norm: Tensor
+    fed_norm: Tensor | None
     gate_up: Tensor
     down: Tensor
 
@@ -52,24 +54,46 @@ class Llama(CausalLM):
         self._norm = weights[FINAL_NORM]
         self._head = self._embed if config.tied_embeddings else weights[HEAD]
         self._layers = [_layer(weights, i) for i in range(config.num_layers)]
-        self._cos, self._sin = rotary_tables(config.rope, self._embed.device, self._embed.dtype)
+        self._windows = [config.window(i) for i in range(config.num_layers)]
+        ropes = {window: self._rope(window) for window in set(self._windows)}
+        self._tables = {window: rotary_tables(rope, self._embed.device, self._embed.dtype) for window, rope in ropes.items()}
+        gemma = config.gemma
+        self._softmax = PLAIN_SOFTMAX if gemma is None else Softmax(gemma.softmax_scale, gemma.attention_cap)
+
+    def _rope(self, window: int | None) -> Rope:
+        return self.config.rope if window is None or self.config.gemma is None else self.config.gemma.window_rope
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: PagedKVCache, *, on_layer: Callable[[int], None] | None = None) -> Tensor:
-        plan = plan_batch(batch, cache, self._embed.dtype)
+        dtype = self._embed.dtype
+        plans = {window: plan_batch(batch, cache, dtype, window) for window in self._tables}
         self.check_context(batch)
-        cos, sin = self._cos[plan.positions], self._sin[plan.positions]
-        hidden = F.embedding(batch.token_ids.to(self._embed.device), self._embed)
+        angles = {
+            window: (cos[plans[window].positions], sin[plans[window].positions]) for window, (cos, sin) in self._tables.items()
+        }
+        hidden = self._embedded(batch.token_ids)
         for index, (layer, kv) in enumerate(zip(self._layers, cache.layers, strict=True)):
-            queries, keys, values = self._project(layer, hidden, cos, sin)
-            write_kv(kv, plan.slots, keys, values)
+            window = self._windows[index]
+            plan = plans[window]
+            queries, keys, values = self._project(layer, hidden, *angles[window])
+            if not batch.replay or window is not None:
+                write_kv(kv, plan.slots, keys, values)
             if on_layer is not None:
                 on_layer(index)
             if index == len(self._layers) - 1 and not batch.all_logits and len(plan.last_rows) < len(hidden):
                 hidden, queries = hidden[plan.last_rows], queries[plan.last_rows]
-                plan = last_token_plan(batch, plan, cache, self._embed.dtype)
+                plan = last_token_plan(batch, plan, cache, dtype, window)
             hidden = self._finish_layer(layer, hidden, queries, kv, plan)
-        return F.linear(self._normed(hidden, self._norm), self._head).float()
+        return self._logits(hidden)
+
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        hidden = F.embedding(token_ids.to(self._embed.device), self._embed)
+        return hidden if self.config.gemma is None else hidden * self.config.gemma.embedding_scale
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits = F.linear(self._normed(hidden, self._norm), self._head).float()
+        cap = None if self.config.gemma is None else self.config.gemma.logit_cap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _project(self, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         heads, kv_heads, dim = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
@@ -83,10 +107,18 @@ class Llama(CausalLM):
         return queries, keys, values
 
     def _finish_layer(self, layer: _Layer, hidden: Tensor, queries: Tensor, kv: Tensor, plan: BatchPlan) -> Tensor:
-        attended = attend(queries, kv, plan).reshape(len(hidden), -1)
-        hidden = hidden + F.linear(attended, layer.output, layer.output_bias)
-        gate, up = F.linear(self._normed(hidden, layer.feed_forward_norm), layer.gate_up).chunk(2, dim=-1)
-        return hidden.add_(F.linear(F.silu(gate, inplace=True).mul_(up), layer.down))
+        attended = attend(queries, kv, plan, self._softmax).reshape(len(hidden), -1)
+        attended = F.linear(attended, layer.output, layer.output_bias)
+        if layer.attended_norm is not None:
+            attended = self._normed(attended, layer.attended_norm)
+        hidden = hidden + attended
+        fed = self._feed_forward(layer, self._normed(hidden, layer.feed_forward_norm))
+        return hidden.add_(fed if layer.fed_norm is None else self._normed(fed, layer.fed_norm))
+
+    def _feed_forward(self, layer: _Layer, hidden: Tensor) -> Tensor:
+        gate, up = F.linear(hidden, layer.gate_up).chunk(2, dim=-1)
+        gate = F.silu(gate, inplace=True) if self.config.gemma is None else F.gelu(gate, approximate="tanh")
+        return F.linear(gate.mul_(up), layer.down)
 
     def _normed(self, values: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(values, (values.shape[-1],), weight, self.config.norm_eps)
@@ -96,6 +128,7 @@ def _layer(weights: Mapping[str, Tensor], index: int) -> _Layer:
     prefix = f"layers.{index}."
     return _Layer(
         attention_norm=weights[prefix + "attention_norm.weight"],
+        attended_norm=weights.get(prefix + "attended_norm.weight"),
         qkv=weights[prefix + "qkv.weight"],
         qkv_bias=weights.get(prefix + "qkv.bias"),
         query_norm=weights.get(prefix + "query_norm.weight"),
@@ -103,6 +136,7 @@ def _layer(weights: Mapping[str, Tensor], index: int) -> _Layer:
         output=weights[prefix + "output.weight"],
         output_bias=weights.get(prefix + "output.bias"),
         feed_forward_norm=weights[prefix + "feed_forward_norm.weight"],
+        fed_norm=weights.get(prefix + "fed_norm.weight"),
         gate_up=weights[prefix + "gate_up.weight"],
         down=weights[prefix + "down.weight"],
     )

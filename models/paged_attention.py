@@ -6,6 +6,7 @@ A `BatchPlan` is made once a forward pass and serves every layer. It lays the ba
   [sequences, context] tensor, and the query heads that share a KV head become rows of one small product;
 - sequences with more new tokens (a prefill chunk) are computed one after another against their own context.
 
+Layers with a sliding window have a plan of their own, which leaves out the blocks that no new token sees any more.
 A sequence whose blocks lie side by side in the cache is read through a view; only scattered blocks are copied.
 Layout of one layer's cache: [blocks, block_tokens, 2, kv_heads, head_dim], keys first.
 """
@@ -43,7 +44,7 @@ class BlockRun:
 class ChunkWork:
     """One sequence with several new tokens: rows `start..stop` of the batch, the last of `run.tokens` tokens of context.
 
-    `mask` is None when the chunk starts its sequence, and plain causal attention is right.
+    `mask` is None when the chunk starts its sequence and no window cuts it, so that plain causal attention is right.
     """
 
     start: int
@@ -55,7 +56,7 @@ class ChunkWork:
 @dataclass(frozen=True, slots=True)
 class DecodeWork:
     """All sequences with one new token. `run` replaces `tables` when there is one sequence; `mask` [sequences, 1, 1, context]
-    hides the padding and is None when there is none."""
+    hides the padding and what lies before the window; None when there is neither."""
 
     rows: Tensor
     tables: Tensor
@@ -80,36 +81,75 @@ class BatchPlan:
         return not self.chunks
 
 
-def plan_batch(batch: ForwardBatch, cache: PagedKVCache, dtype: torch.dtype) -> BatchPlan:
-    """Lay out `batch`. Raises `ValueError` when its lengths disagree or a block table is too short or out of range."""
+def plan_batch(batch: ForwardBatch, cache: PagedKVCache, dtype: torch.dtype, window: int | None = None) -> BatchPlan:
+    """Lay out `batch`, for layers that see `window` tokens back. Raises `ValueError` when its lengths disagree or a block table
+    is too short or out of range."""
     _check_batch(batch, cache)
     device, size = cache.layers[0].device, cache.block_tokens
-    totals = [context + new for context, new in zip(batch.context_lens, batch.query_lens, strict=True)]
     positions, slots, chunks, single = [], [], [], []
     row = 0
-    for sequence, (context, total) in enumerate(zip(batch.context_lens, totals, strict=True)):
-        position = torch.arange(context, total)
+    for sequence, seen in enumerate(_seen(batch, size, window)):
+        context, new = batch.context_lens[sequence], batch.query_lens[sequence]
+        position = torch.arange(context, context + new)
         table = torch.as_tensor(batch.block_tables[sequence], dtype=torch.long)
         positions.append(position)
         slots.append(table[position // size] * size + position % size)
-        if total - context == 1:
-            single.append((row, sequence))
+        if new == 1:
+            single.append((row, seen))
         else:
-            run = _block_run(batch.block_tables[sequence], total, size, device)
-            chunks.append(ChunkWork(row, row + total - context, run, _chunk_mask(context, total, device, dtype)))
-        row += total - context
-    decode = _decode_work(single, batch, totals, cache, dtype) if single else None
+            run = _block_run(seen.table, seen.total, size, device)
+            chunks.append(ChunkWork(row, row + new, run, _mask(seen, device, dtype)))
+        row += new
+    decode = _decode_work(single, cache, dtype) if single else None
     last_rows = torch.as_tensor(batch.query_lens).cumsum(0) - 1
     return BatchPlan(torch.cat(positions).to(device), torch.cat(slots).to(device), last_rows.to(device), tuple(chunks), decode)
 
 
-def last_token_plan(batch: ForwardBatch, plan: BatchPlan, cache: PagedKVCache, dtype: torch.dtype) -> BatchPlan:
+def last_token_plan(
+    batch: ForwardBatch, plan: BatchPlan, cache: PagedKVCache, dtype: torch.dtype, window: int | None = None
+) -> BatchPlan:
     """The plan in which only each sequence's last new token asks: all that the last layer has to answer."""
-    totals = [context + new for context, new in zip(batch.context_lens, batch.query_lens, strict=True)]
-    single = [(sequence, sequence) for sequence in range(len(totals))]
-    decode = _decode_work(single, batch, totals, cache, dtype)
+    single = list(enumerate(_seen(batch, cache.block_tokens, window, last_only=True)))
+    decode = _decode_work(single, cache, dtype)
     rows = plan.last_rows
     return BatchPlan(plan.positions[rows], plan.slots[rows], rows, (), decode)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """The blocks that one sequence's last `new` of `total` tokens can see, counted from the first of these blocks; a token sees
+    `window` tokens back (None: all), and none before `first`."""
+
+    new: int
+    total: int
+    table: Sequence[int]
+    window: int | None
+    first: int
+
+    def hidden(self) -> Tensor | None:
+        """[new, total] of bool, None when plain causal attention is right."""
+        queries = torch.arange(self.total - self.new, self.total)[:, None]
+        keys = torch.arange(self.total)
+        earliest = torch.full_like(queries, self.first)
+        if self.window is not None:
+            earliest = torch.maximum(earliest, queries - self.window + 1)
+        if self.new == self.total and int(earliest.max()) == 0:
+            return None
+        return (keys > queries) | (keys < earliest)
+
+
+def _seen(batch: ForwardBatch, size: int, window: int | None, *, last_only: bool = False) -> list[_Seen]:
+    """What each sequence's new tokens see. Blocks that a window has left behind are not even read."""
+    result = []
+    for context, query, table in zip(batch.context_lens, batch.query_lens, batch.block_tables, strict=True):
+        total, new = context + query, 1 if last_only else query
+        first = 0
+        if window is not None:
+            first = max(0, total - new - window + 1, context if batch.replay else 0)
+        skipped = first // size
+        visible_from = context - skipped * size if batch.replay and window is not None else 0
+        result.append(_Seen(new, total - skipped * size, table[skipped:], window, max(0, visible_from)))
+    return result
 
 
 def _check_batch(batch: ForwardBatch, cache: PagedKVCache) -> None:
@@ -134,30 +174,32 @@ def _block_run(table: Sequence[int], tokens: int, block_tokens: int, device: tor
     return BlockRun(tokens, None, torch.as_tensor(used, dtype=torch.long, device=device))
 
 
-def _chunk_mask(context: int, total: int, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-    if context == 0:
-        return None
-    hidden = torch.ones(total - context, total, dtype=torch.bool, device=device).triu_(context + 1)
-    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+def _mask(seen: _Seen, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+    hidden = seen.hidden()
+    return None if hidden is None else _minus_infinity(hidden, dtype).to(device)
 
 
-def _decode_work(
-    single: Sequence[tuple[int, int]], batch: ForwardBatch, totals: Sequence[int], cache: PagedKVCache, dtype: torch.dtype
-) -> DecodeWork:
+def _minus_infinity(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+
+
+def _decode_work(single: Sequence[tuple[int, _Seen]], cache: PagedKVCache, dtype: torch.dtype) -> DecodeWork:
+    """`single`: row in the batch and context of each sequence with one new token."""
     device, size = cache.layers[0].device, cache.block_tokens
-    lengths = [totals[sequence] for _, sequence in single]
-    width = -(-max(lengths) // size)
-    tables = torch.zeros(len(single), width, dtype=torch.long)
-    for i, (_, sequence) in enumerate(single):
-        used = batch.block_tables[sequence][: -(-totals[sequence] // size)]
+    contexts = [seen for _, seen in single]
+    lengths = torch.as_tensor([seen.total for seen in contexts])
+    longest = int(lengths.max())
+    tables = torch.zeros(len(contexts), -(-longest // size), dtype=torch.long)
+    for i, seen in enumerate(contexts):
+        used = seen.table[: -(-seen.total // size)]
         tables[i, : len(used)] = torch.as_tensor(used)
-    mask = None
-    if min(lengths) < max(lengths):
-        hidden = torch.arange(max(lengths)) >= torch.as_tensor(lengths)[:, None]
-        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))[:, None, None].to(device)
-    run = _block_run(batch.block_tables[single[0][1]], totals[single[0][1]], size, device) if len(single) == 1 else None
+    earliest = torch.as_tensor([max(seen.first, seen.total - (seen.window or seen.total)) for seen in contexts])
+    keys = torch.arange(longest)
+    hidden = (keys >= lengths[:, None]) | (keys < earliest[:, None])
+    mask = _minus_infinity(hidden, dtype)[:, None, None].to(device) if bool(hidden.any()) else None
+    run = _block_run(contexts[0].table, contexts[0].total, size, device) if len(contexts) == 1 else None
     rows = torch.as_tensor([row for row, _ in single], device=device)
-    return DecodeWork(rows, tables.flatten().to(device), run, max(lengths), mask)
+    return DecodeWork(rows, tables.flatten().to(device), run, longest, mask)
 
 
 def write_kv(layer: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -166,29 +208,56 @@ def write_kv(layer: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None
     flat[slots] = torch.stack((keys, values), dim=1).to(layer.dtype)
 
 
-def attend(queries: Tensor, layer: Tensor, plan: BatchPlan) -> Tensor:
-    """Attention of `queries` [tokens, heads, head_dim] over each sequence's cached context; same shape out."""
+@dataclass(frozen=True, slots=True)
+class Softmax:
+    """How logits become weights: times `scale` (None: one over the root of the head's size), and squeezed by tanh into
+    `cap` where a model was trained so."""
+
+    scale: float | None = None
+    cap: float | None = None
+
+
+PLAIN_SOFTMAX = Softmax()
+
+
+def attend(queries: Tensor, layer: Tensor, plan: BatchPlan, softmax: Softmax = PLAIN_SOFTMAX) -> Tensor:
+    """Attention of `queries` [tokens, heads, head_dim] over what the plan lets each token see; same shape out."""
     if plan.decode is not None and plan.decode_only:
-        return _attend_decode(queries, layer, plan.decode)
+        return _attend_decode(queries, layer, plan.decode, softmax)
     out = torch.empty_like(queries)
     for chunk in plan.chunks:
-        out[chunk.start : chunk.stop] = _attend_chunk(queries[chunk.start : chunk.stop], layer, chunk)
+        out[chunk.start : chunk.stop] = _attend_chunk(queries[chunk.start : chunk.stop], layer, chunk, softmax)
     if plan.decode is not None:
-        out[plan.decode.rows] = _attend_decode(queries[plan.decode.rows], layer, plan.decode)
+        out[plan.decode.rows] = _attend_decode(queries[plan.decode.rows], layer, plan.decode, softmax)
     return out
 
 
-def _attend_chunk(queries: Tensor, layer: Tensor, chunk: ChunkWork) -> Tensor:
+def _attend_chunk(queries: Tensor, layer: Tensor, chunk: ChunkWork, softmax: Softmax) -> Tensor:
     kv = chunk.run.read(layer).to(queries.dtype).permute(1, 2, 0, 3)
+    if softmax.cap is not None:
+        return _attend_capped(queries.transpose(0, 1), kv[0], kv[1], chunk.mask, softmax).transpose(0, 1)
     out = F.scaled_dot_product_attention(
         queries.transpose(0, 1)[None],
         kv[0][None],
         kv[1][None],
         attn_mask=chunk.mask,
         is_causal=chunk.mask is None,
+        scale=softmax.scale,
         enable_gqa=True,
     )
     return out[0].transpose(0, 1)
+
+
+def _attend_capped(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, softmax: Softmax) -> Tensor:
+    """[heads, tokens, head_dim] of one sequence, with capped logits, which fused kernels do not have."""
+    assert softmax.cap is not None
+    grouped = queries.reshape(len(keys), -1, *queries.shape[1:])
+    scale = queries.shape[-1] ** -0.5 if softmax.scale is None else softmax.scale
+    logits = torch.tanh(grouped @ keys.mT[:, None] * (scale / softmax.cap)) * softmax.cap
+    if mask is None:
+        mask = torch.full(logits.shape[-2:], float("-inf"), dtype=logits.dtype, device=logits.device).triu_(1)
+    out = (logits + mask).softmax(dim=-1) @ values[:, None]
+    return out.flatten(0, 1)
 
 
 def gather_contexts(layer: Tensor, work: DecodeWork) -> Tensor:
@@ -199,10 +268,15 @@ def gather_contexts(layer: Tensor, work: DecodeWork) -> Tensor:
     return blocks.view(len(work.rows), -1, *layer.shape[2:])[:, : work.max_tokens]
 
 
-def _attend_decode(queries: Tensor, layer: Tensor, work: DecodeWork) -> Tensor:
+def _attend_decode(queries: Tensor, layer: Tensor, work: DecodeWork, softmax: Softmax) -> Tensor:
     sequences, heads, head_dim = queries.shape
     kv_heads = layer.shape[3]
     kv = gather_contexts(layer, work).to(queries.dtype).permute(2, 0, 3, 1, 4)
     grouped = queries.reshape(sequences, kv_heads, heads // kv_heads, head_dim)
-    out = F.scaled_dot_product_attention(grouped, kv[0], kv[1], attn_mask=work.mask)
+    if softmax.cap is not None:
+        scale = head_dim**-0.5 if softmax.scale is None else softmax.scale
+        logits = torch.tanh(grouped @ kv[0].mT * (scale / softmax.cap)) * softmax.cap
+        out = (logits if work.mask is None else logits + work.mask).softmax(dim=-1) @ kv[1]
+    else:
+        out = F.scaled_dot_product_attention(grouped, kv[0], kv[1], attn_mask=work.mask, scale=softmax.scale)
     return out.reshape(sequences, heads, head_dim)

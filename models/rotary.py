@@ -16,15 +16,20 @@ from models.config import Rope, RopeScaling
 
 def rotary_tables(rope: Rope, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin, each [max_context, 1, dim]; the second axis broadcasts over heads."""
-    steps = torch.arange(0, rope.dim, 2, dtype=torch.float32)
-    frequencies = 1.0 / (rope.theta ** (steps / rope.dim))
-    amplitude = 1.0
-    if rope.scaling is not None:
-        frequencies = _scaled(frequencies, rope, rope.scaling)
-        amplitude = rope.scaling.amplitude
-    angles = torch.outer(torch.arange(rope.max_context, dtype=torch.float32), frequencies)
+    amplitude = 1.0 if rope.scaling is None else rope.scaling.amplitude
+    turning = frequencies(rope)
+    angles = torch.outer(torch.arange(rope.max_context, dtype=torch.float32), turning)
     angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
     return (angles.cos() * amplitude).to(device, dtype), (angles.sin() * amplitude).to(device, dtype)
+
+
+def frequencies(rope: Rope) -> Tensor:
+    """Angle a token, float32 [dim / 2]."""
+    if rope.frequencies is not None:
+        return torch.tensor(rope.frequencies, dtype=torch.float32)
+    steps = torch.arange(0, rope.dim, 2, dtype=torch.float32)
+    plain = 1.0 / (rope.theta ** (steps / rope.dim))
+    return plain if rope.scaling is None else _scaled(plain, rope, rope.scaling)
 
 
 def _scaled(frequencies: Tensor, rope: Rope, scaling: RopeScaling) -> Tensor:

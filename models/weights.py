@@ -22,12 +22,17 @@ def fused_tensors(
 ) -> Iterator[tuple[str, Any]]:
     """Every fused tensor by name, made from `get(Hugging Face name)`; one layer's worth in memory at a time."""
     yield EMBED, get("model.embed_tokens.weight")
-    yield FINAL_NORM, get("model.norm.weight")
+    yield FINAL_NORM, _norm(config, FINAL_NORM, get("model.norm.weight"))
     if not config.tied_embeddings:
         yield HEAD, get("lm_head.weight")
     for name, parts in layer_parts(config).items():
         tensors = [get(part) for part in parts]
-        yield name, tensors[0] if len(tensors) == 1 else concatenate(tensors)
+        yield name, _norm(config, name, tensors[0] if len(tensors) == 1 else concatenate(tensors))
+
+
+def _norm(config: ModelConfig, name: str, tensor: Any) -> Any:
+    """Gemma's files hold a norm's weight less one."""
+    return tensor + 1 if config.gemma is not None and name.endswith("norm.weight") else tensor
 
 
 def layer_parts(config: ModelConfig) -> dict[str, list[str]]:
@@ -39,7 +44,12 @@ def layer_parts(config: ModelConfig) -> dict[str, list[str]]:
         parts[f"{ours}.attention_norm.weight"] = [f"{theirs}.input_layernorm.weight"]
         parts[f"{ours}.qkv.weight"] = [f"{name}.weight" for name in qkv]
         parts[f"{ours}.output.weight"] = [f"{theirs}.self_attn.o_proj.weight"]
-        parts[f"{ours}.feed_forward_norm.weight"] = [f"{theirs}.post_attention_layernorm.weight"]
+        if config.gemma is None:
+            parts[f"{ours}.feed_forward_norm.weight"] = [f"{theirs}.post_attention_layernorm.weight"]
+        else:
+            parts[f"{ours}.attended_norm.weight"] = [f"{theirs}.post_attention_layernorm.weight"]
+            parts[f"{ours}.feed_forward_norm.weight"] = [f"{theirs}.pre_feedforward_layernorm.weight"]
+            parts[f"{ours}.fed_norm.weight"] = [f"{theirs}.post_feedforward_layernorm.weight"]
         parts[f"{ours}.gate_up.weight"] = [f"{theirs}.mlp.{x}_proj.weight" for x in ("gate", "up")]
         parts[f"{ours}.down.weight"] = [f"{theirs}.mlp.down_proj.weight"]
         if config.qkv_bias:
@@ -85,7 +95,9 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "qkv.bias": (qkv,),
         "output.weight": (hidden, query),
         "output.bias": (hidden,),
+        "attended_norm.weight": (hidden,),
         "feed_forward_norm.weight": (hidden,),
+        "fed_norm.weight": (hidden,),
         "gate_up.weight": (2 * config.intermediate_size, hidden),
         "down.weight": (hidden, config.intermediate_size),
         "query_norm.weight": (head_dim,),

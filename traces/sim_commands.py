@@ -12,6 +12,7 @@ import typer
 from conductor.core.config import ADMISSIONS, SchedulerConfig
 from conductor.core.policies import POLICIES
 from conductor.core.types import SLO
+from traces.clusters.measured import measured_profile
 from traces.clusters.profile import ClusterError, ClusterProfile, load_profile, profile_names
 from traces.commands import (
     BlockTokens,
@@ -25,7 +26,7 @@ from traces.commands import (
 )
 from traces.compare import TraceSource, cells_of
 from traces.compare_command import run_comparison
-from traces.console import fail
+from traces.console import fail, standard_error
 from traces.experiment_command import run_experiment
 from traces.experiments import EXPERIMENTS
 from traces.replay_command import ReportTargets
@@ -47,6 +48,7 @@ PrefixCache = Annotated[
 ]
 LoadReports = Annotated[float | None, typer.Option(help="Seconds between load reports of each worker; none unless given.")]
 DEFAULT_WORKERS = 8
+MEASURABLE_CLUSTER = "smollm2-cpu"
 Admission = Annotated[str, typer.Option(help=f"When to refuse: {', '.join(ADMISSIONS)}.")]
 Pulls = Annotated[bool, typer.Option(help="Let prefill workers pull blocks from each other.")]
 T = TypeVar("T")
@@ -59,18 +61,33 @@ TbtObjective = Annotated[
 EventLag = Annotated[float, typer.Option("--event-lag", min=0, help="Seconds by which workers' reports come late.")]
 
 
-def register(app: typer.Typer, open_flight_log: FlightLogOpener) -> None:
-    """Add the commands of this module to the `conductor` application."""
-    app.command("simulate")(SimulateCommand(open_flight_log).simulate)
-    app.command("compare")(compare)
+def register(app: typer.Typer, open_flight_log: FlightLogOpener, measured: Path) -> None:
+    """Add the commands of this module to the `conductor` application. `measured` is the folder of this machine's profiles."""
+    commands = SimulatorCommands(open_flight_log, measured)
+    app.command("simulate")(commands.simulate)
+    app.command("compare")(commands.compare)
     app.command("experiment")(experiment)
 
 
-class SimulateCommand:
-    """`conductor simulate`. The format of flight logs is not the simulator's: it is handed in."""
+class SimulatorCommands:
+    """`conductor simulate` and `compare`. The format of flight logs and the place of profiles are handed in."""
 
-    def __init__(self, open_flight_log: FlightLogOpener) -> None:
+    def __init__(self, open_flight_log: FlightLogOpener, measured: Path) -> None:
         self._open_flight_log = open_flight_log
+        self._measured = measured
+
+    def _cluster(self, name_or_path: str, chunked_prefill: bool | None, prefix_cache: bool | None) -> ClusterProfile:
+        """The cluster profile with what the flags change of it, or a line of error and the end of the command."""
+        try:
+            profile = load_profile(name_or_path)
+            found = measured_profile(profile, self._measured) if name_or_path == MEASURABLE_CLUSTER else None
+        except ClusterError as error:
+            raise fail(str(error)) from error
+        if found is not None:
+            profile, path = found
+            standard_error().print(f"cluster {name_or_path} as measured here: {path}", highlight=False, soft_wrap=True)
+        flags = {"chunked_prefill": chunked_prefill, "reuse_blocks": prefix_cache}
+        return profile.model_copy(update={name: value for name, value in flags.items() if value is not None})
 
     def simulate(
         self,
@@ -106,7 +123,7 @@ class SimulateCommand:
     ) -> None:
         """Replay a trace in virtual time with the scheduler that serves live traffic, over a simulated cluster."""
         source = opened(trace, format_name, strict=strict, limit=limit, block_tokens=block_tokens)
-        profile = cluster_or_fail(cluster, chunked_prefill, prefix_cache)
+        profile = self._cluster(cluster, chunked_prefill, prefix_cache)
         try:
             options = SimulationOptions(
                 profile,
@@ -129,52 +146,52 @@ class SimulateCommand:
         log = None if flight_log is None else self._open_flight_log(flight_log, options.scheduler)
         raise typer.Exit(run_simulation(source, options, ReportTargets(json_target, html), log))
 
-
-def compare(
-    trace: TracePath,
-    policies: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(POLICIES)}.")] = ",".join(POLICIES),
-    speeds: Annotated[str, typer.Option(help="Comma-separated: times faster than the trace.")] = "1",
-    seeds: Annotated[str, typer.Option(help="Comma-separated seeds.")] = "0",
-    cluster: Cluster = "llama3-70b-8xa800",
-    prefill: PrefillWorkers = None,
-    decode: DecodeWorkers = None,
-    coupled: CoupledWorkers = 0,
-    chunked_prefill: ChunkedPrefill = None,
-    prefix_cache: PrefixCache = None,
-    admission: Admission = "none",
-    slo_ttft: TtftObjective = 30.0,
-    slo_tbt: TbtObjective = 0.2,
-    pulls: Pulls = True,
-    event_lag: EventLag = 0.0,
-    limit: Limit = None,
-    format_name: FormatName = None,
-    block_tokens: BlockTokens = None,
-    directory: Annotated[Path, typer.Option("--out", help="Keeps each cell's figures; an interrupted run goes on.")] = Path(
-        "comparison"
-    ),
-    ray_address: Annotated[str | None, typer.Option("--ray-address", help="Run on this Ray cluster, not here.")] = None,
-    json_target: JsonTarget = None,
-) -> None:
-    """Simulate a trace under every combination of policies, speeds and seeds, in parallel; goes on where it was interrupted."""
-    opened(trace, format_name, strict=False, block_tokens=block_tokens)
-    profile = cluster_or_fail(cluster, chunked_prefill, prefix_cache)
-    source = TraceSource(trace, format_name, block_tokens, limit)
-    try:
-        config = SchedulerConfig(
-            block_tokens=profile.block_tokens,
-            admission=admission,
-            slo=SLO(slo_ttft, slo_tbt),
-            allow_pull=pulls,
-        )
-        base = SimulationOptions(profile, *pools(prefill, decode, coupled), scheduler=config, event_lag_s=event_lag)
-        names = listed(policies, "policies", str)
-        cells = cells_of(source, base, names, listed(speeds, "speeds", float), listed(seeds, "seeds", int))
-    except ValueError as error:
-        raise fail(str(error)) from error
-    unknown = [name for name in names if name not in POLICIES]
-    if unknown:
-        raise fail(f"policies holds {unknown[0]!r}; allowed: {', '.join(POLICIES)}")
-    run_comparison(cells, directory, ray_address, json_target)
+    def compare(
+        self,
+        trace: TracePath,
+        policies: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(POLICIES)}.")] = ",".join(POLICIES),
+        speeds: Annotated[str, typer.Option(help="Comma-separated: times faster than the trace.")] = "1",
+        seeds: Annotated[str, typer.Option(help="Comma-separated seeds.")] = "0",
+        cluster: Cluster = "llama3-70b-8xa800",
+        prefill: PrefillWorkers = None,
+        decode: DecodeWorkers = None,
+        coupled: CoupledWorkers = 0,
+        chunked_prefill: ChunkedPrefill = None,
+        prefix_cache: PrefixCache = None,
+        admission: Admission = "none",
+        slo_ttft: TtftObjective = 30.0,
+        slo_tbt: TbtObjective = 0.2,
+        pulls: Pulls = True,
+        event_lag: EventLag = 0.0,
+        limit: Limit = None,
+        format_name: FormatName = None,
+        block_tokens: BlockTokens = None,
+        directory: Annotated[Path, typer.Option("--out", help="Keeps each cell's figures; an interrupted run goes on.")] = Path(
+            "comparison"
+        ),
+        ray_address: Annotated[str | None, typer.Option("--ray-address", help="Run on this Ray cluster, not here.")] = None,
+        json_target: JsonTarget = None,
+    ) -> None:
+        """Simulate every combination of policies, speeds and seeds, in parallel; goes on where it was interrupted."""
+        opened(trace, format_name, strict=False, block_tokens=block_tokens)
+        profile = self._cluster(cluster, chunked_prefill, prefix_cache)
+        source = TraceSource(trace, format_name, block_tokens, limit)
+        try:
+            config = SchedulerConfig(
+                block_tokens=profile.block_tokens,
+                admission=admission,
+                slo=SLO(slo_ttft, slo_tbt),
+                allow_pull=pulls,
+            )
+            base = SimulationOptions(profile, *pools(prefill, decode, coupled), scheduler=config, event_lag_s=event_lag)
+            names = listed(policies, "policies", str)
+            cells = cells_of(source, base, names, listed(speeds, "speeds", float), listed(seeds, "seeds", int))
+        except ValueError as error:
+            raise fail(str(error)) from error
+        unknown = [name for name in names if name not in POLICIES]
+        if unknown:
+            raise fail(f"policies holds {unknown[0]!r}; allowed: {', '.join(POLICIES)}")
+        run_comparison(cells, directory, ray_address, json_target)
 
 
 def experiment(
@@ -213,13 +230,3 @@ def outage(text: str) -> Outage:
         raise ValueError(f"lose is {text!r}; allowed: WORKER@AT or WORKER@AT-BACK, as prefill-001@60-90, times in seconds")
     worker, lost_s, back_s = found.groups()
     return Outage(worker, float(lost_s), None if back_s is None else float(back_s))
-
-
-def cluster_or_fail(name_or_path: str, chunked_prefill: bool | None, prefix_cache: bool | None) -> ClusterProfile:
-    """The cluster profile with what the flags change of it, or a line of error and the end of the command."""
-    try:
-        profile = load_profile(name_or_path)
-    except ClusterError as error:
-        raise fail(str(error)) from error
-    flags = {"chunked_prefill": chunked_prefill, "reuse_blocks": prefix_cache}
-    return profile.model_copy(update={name: value for name, value in flags.items() if value is not None})

@@ -204,7 +204,9 @@ class SimCluster:
         return record.request
 
     def _start_decode(self, command: StartDecode) -> None:
-        job = self.jobs[command.request_id]
+        job = self.jobs.get(command.request_id)
+        if job is None:
+            return
         job.decode_id = command.worker_id
         if job.done_tokens == job.prompt_tokens and not job.cancelled:
             self._hand_over(job)

@@ -35,7 +35,6 @@ class SourceLog:
 
 class BlockReports:
     def __init__(self, index: PrefixIndex, view: ClusterView, snapshot_retry_s: float) -> None:
-        self.version = 0  # grows with every change that a match could notice
         self._index = index
         self._view = view
         self._snapshot_retry_s = snapshot_retry_s
@@ -43,12 +42,10 @@ class BlockReports:
         self._dead: dict[str, int] = {}
 
     def joined(self, source: str, epoch: int) -> bool:
-        """A source (re)starts; False when that life is already over."""
+        """A source that is not followed starts a life; False when that life is already over."""
         if epoch <= self._dead.get(source, -1):
             return False
-        log = self._logs.get(source)
-        if log is None or log.epoch < epoch:
-            self._restart(source, epoch)
+        self._restart(source, epoch)
         return True
 
     def lost(self, source: str, epoch: int) -> None:
@@ -64,7 +61,6 @@ class BlockReports:
         if log is None:
             return commands
         holder = self._holder(event.stamp.source, event.tier, log)
-        self.version += 1
         if self._index.store(holder, event.parent, event.blocks):
             return commands
         return self._ask(event.stamp.source, log, now)
@@ -73,7 +69,6 @@ class BlockReports:
         log, commands = self._follow(event.stamp, now)
         log = log or self._uncertain(event.stamp)
         if log is not None:
-            self.version += 1
             self._index.remove(self._holder(event.stamp.source, event.tier, log), event.blocks)
         return commands
 
@@ -81,7 +76,6 @@ class BlockReports:
         log, commands = self._follow(event.stamp, now)
         log = log or self._uncertain(event.stamp)
         if log is not None:
-            self.version += 1
             self._index.clear(self._holder(event.stamp.source, event.tier, log))
         return commands
 
@@ -90,7 +84,6 @@ class BlockReports:
         log = self._living(stamp)
         if log is None or (stamp.seq <= log.seq and log.asked_s is None and log.seq > 0):
             return []
-        self.version += 1
         fresh = {self._holder(stamp.source, tier, log): blocks for tier, blocks in event.blocks.items()}
         for holder in log.holders:
             self._index.replace(holder, fresh.get(holder, ()))
@@ -117,10 +110,6 @@ class BlockReports:
     def next_deadline(self) -> float:
         asked = [log.asked_s for log in self._logs.values() if log.asked_s is not None]
         return min(asked) + self._snapshot_retry_s if asked else math.inf
-
-    def awaiting(self) -> tuple[str, ...]:
-        """Sources whose claims are uncertain until their snapshot comes."""
-        return tuple(source for source, log in self._logs.items() if log.asked_s is not None)
 
     def check(self) -> None:
         for source, log in self._logs.items():
@@ -177,5 +166,4 @@ class BlockReports:
         log = self._logs.get(source)
         holders: Iterable[Holder] = () if log is None else log.holders
         for holder in holders:
-            self.version += 1
             self._index.clear(holder)

@@ -60,10 +60,6 @@ class CostProfile:
     def calibrated(self) -> bool:
         return self.samples >= MIN_CALIBRATED_SAMPLES
 
-    @property
-    def block_bytes(self) -> int:
-        return self.kv_bytes_per_token * self.block_tokens
-
     def prefill_s(self, prompt_tokens: int, reused_tokens: int) -> float:
         """Seconds to compute tokens `reused_tokens..prompt_tokens`."""
         n, p = prompt_tokens, reused_tokens

@@ -130,7 +130,7 @@ def prefill_terms(request: Request, match: PrefixMatch, view: ClusterView, block
         prompt_tokens=request.prompt_tokens,
         queue_s=pool.queue_s(now),
         local_tokens=local,
-        best_tokens=float(best_blocks * block_tokens) if best is not None else 0.0,
+        best_tokens=float(best_blocks * block_tokens),
         best=best,
         best_bytes_per_s=bandwidth,
         match=match,
@@ -138,18 +138,12 @@ def prefill_terms(request: Request, match: PrefixMatch, view: ClusterView, block
     )
 
 
-def _best_holder(match: PrefixMatch, blocks: int, view: ClusterView) -> tuple[Holder | None, float]:
+def _best_holder(match: PrefixMatch, blocks: int, view: ClusterView) -> tuple[Holder, float]:
     """Of those that have reported the most, the one whose outgoing link is the least shared; ties go to the lower slot."""
-    best: Holder | None = None
-    most = 0.0
-    for slot in np.flatnonzero(match.confirmed >= blocks):
-        holder = view.holder_of_slot.get(int(slot))
-        if holder is None:
-            continue
-        bandwidth = view.source_bytes_per_s(holder) / (view.flows_out(holder.owner) + 1)
-        if best is None or bandwidth > most:
-            best, most = holder, bandwidth
-    return best, most
+    holders = [view.holder_of_slot[int(slot)] for slot in np.flatnonzero(match.confirmed >= blocks)]
+    speeds = [view.source_bytes_per_s(holder) / (view.flows_out(holder.owner) + 1) for holder in holders]
+    fastest = max(speeds)
+    return holders[speeds.index(fastest)], fastest
 
 
 @dataclass(slots=True)

@@ -108,3 +108,14 @@ def test_every_error_is_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         load(None, {"CONDUCTOR__GATEWAY__PORT": "-1", "CONDUCTOR__WORKERS__DECODE": "-2"})
     assert sorted(line.split(" = ")[0] for line in str(caught.value).splitlines()) == ["gateway.port", "workers.decode"]
+
+
+def test_a_policy_that_does_not_exist_is_told_with_its_source() -> None:
+    """The mistake is found when the configuration is read, not when the Conductor starts."""
+    with pytest.raises(ConfigError, match=r"scheduler.policy is 'fastest'; allowed: .*\(from flag\)"):
+        load(flags={"scheduler.policy": "fastest"})
+
+
+def test_a_policy_may_be_a_function_of_ones_own() -> None:
+    loaded = load(flags={"scheduler.policy": "conductor.core.policies.baselines:place_random"})
+    assert loaded.config.scheduler.policy == "conductor.core.policies.baselines:place_random"

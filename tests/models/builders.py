@@ -39,7 +39,8 @@ YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "origina
 def write_tiny_folder(folder: Path, kind: str, *, shard_size: str = "1GB", **changes: Any) -> Any:
     """Save a random model of `kind` (llama, qwen2, ...) and return it as transformers computes it."""
     torch.manual_seed(7)
-    reference = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**TINY, **changes})).float().eval()
+    reference = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**TINY, **changes}), attn_implementation="eager")
+    reference = reference.float().eval()
     for name, parameter in reference.named_parameters():
         if name.endswith(("bias", "norm.weight")):
             torch.nn.init.normal_(parameter, mean=0.5, std=0.3)

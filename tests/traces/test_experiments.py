@@ -21,7 +21,7 @@ from traces.simulator import simulate
 TRACE = [row(number * 0.2, 3000, output=3, first_block=1000 * (number % 5)) for number in range(20)]
 APP = typer.Typer()
 commands.register(APP)
-sim_commands.register(APP, recording)
+sim_commands.register(APP, recording, Path("no-profiles"))
 
 
 @pytest.mark.parametrize("name", sorted(EXPERIMENTS))

@@ -14,7 +14,7 @@ from traces import commands, sim_commands
 
 APP = typer.Typer()
 commands.register(APP)
-sim_commands.register(APP, recording)
+sim_commands.register(APP, recording, Path("no-profiles"))
 
 
 @pytest.fixture

@@ -228,3 +228,12 @@ def test_outage_of_an_unknown_worker_is_refused() -> None:
     """A typing error must not simulate a sunny day."""
     with pytest.raises(ValueError, match=r"outage of 'prefill-9'; allowed: one of prefill-000"):
         run([row(0.0, 600)], options(outages=(Outage("prefill-9", 1.0),)))
+
+
+def test_request_of_one_token_needs_no_late_decode_worker() -> None:
+    """With `on_prefill_done` the decode worker is chosen when the prompt is done; by then the only token is out."""
+    config = replace(options().scheduler, admission="on_prefill_done")
+    found = outcomes(
+        [row(0.0, 600, output=1), row(1.0, 600, output=3)], options(profile(first_token="prefill"), scheduler=config)
+    )
+    assert [outcome.status for outcome in found] == [OutcomeStatus.COMPLETED] * 2

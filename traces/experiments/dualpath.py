@@ -20,9 +20,9 @@ CLUSTER = "llama3-70b-8xh800"
 PREFILL, DECODE = 1, 2
 STORAGE_BYTES_PER_S = 50e9
 STORE = TierValues(bytes_per_s=1e12, blocks=10_000_000)
-POOL_BLOCKS = 512
+POOL_BLOCKS = 128
 OBJECTIVES = SLO(4.0, 0.05)
-SPEEDS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
+SPEEDS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 SERVED = 0.9
 PAPER_GAIN = 1.96
 READS = {"single": StorageReads.PREFILL, "dual": StorageReads.DUAL}

@@ -1,0 +1,295 @@
+"""What the core does at its edges: nobody to place on, waits that end, reports that say nothing, and bad configuration."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from conductor.core.commands import Cancel, Command, Reject, ResumeRequest, StartDecode
+from conductor.core.config import QueueConfig, SchedulerConfig
+from conductor.core.events import (
+    HandoverFinished,
+    PrefillFinished,
+    RequestArrived,
+    RequestFailed,
+    RequestResumed,
+    Tick,
+    WorkerDraining,
+    WorkerJoined,
+    WorkerLost,
+)
+from conductor.core.messages import GenerationJob, SamplingParams
+from conductor.core.policies import POLICIES, policy_named
+from conductor.core.prefix_index import PrefixIndex
+from conductor.core.scheduler import Scheduler
+from conductor.core.types import Holder, RejectReason, Role, Tier
+from tests.core.builders import BLOCK_TOKENS, PROFILE, Drive, blocks, cluster, drive, placements, request, worker
+
+AT_ONCE = SchedulerConfig(policy="conductor", late_binding=False)
+OPEN = replace(AT_ONCE, admission="on_prefill_done")
+
+
+def refused(commands: Sequence[Command]) -> list[RejectReason]:
+    return [command.rejection.reason for command in commands if isinstance(command, Reject)]
+
+
+# nobody to place on
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("missing", [Role.PREFILL, Role.DECODE])
+def test_a_model_that_no_worker_serves_is_refused(policy: str, missing: Role) -> None:
+    """Whichever half of a placement is missing, no policy makes one up."""
+    joins = [
+        WorkerJoined(worker(name, role, model="other" if role is missing else "wanted"), 1)
+        for name, role in (("p0", Role.PREFILL), ("d0", Role.DECODE))
+    ]
+    driven = drive(replace(AT_ONCE, policy=policy), joins)
+    assert len(refused(driven.arrive(request("r1", model="wanted")))) == 1
+
+
+@pytest.mark.parametrize(("gone", "reason"), [("p0", RejectReason.NO_PREFILL), ("d0", RejectReason.NO_DECODE)])
+@pytest.mark.parametrize("late_binding", [True, False])
+def test_a_cluster_without_a_pool_says_which(gone: str, reason: RejectReason, late_binding: bool) -> None:
+    """The refusal names the pool that is missing, on arrival."""
+    driven = drive(replace(AT_ONCE, late_binding=late_binding), cluster(1, 1))
+    driven(WorkerLost(gone, 1))
+    assert refused(driven.arrive(request("r1"))) == [reason]
+
+
+def test_a_full_decode_pool_is_named_as_not_fitting_and_still_used() -> None:
+    """Capacity is a prediction: a request that fits nowhere goes to the least reserved worker."""
+    driven = drive(AT_ONCE, cluster(1, 2, capacity_blocks={Tier.DEVICE: 20}))
+    placed = [driven.place(request(f"r{number}", tokens=1200)) for number in range(4)]
+    assert sorted(str(one.decode) for one in placed) == ["d0", "d0", "d1", "d1"]
+
+
+def test_a_line_that_is_full_refuses() -> None:
+    """`max_requests` bounds those who wait, not those who run."""
+    config = SchedulerConfig(policy="conductor", queue=QueueConfig(max_requests=1))
+    driven = drive(config, cluster(1, 1))
+    driven.settle(RequestArrived(request("r1", tokens=6400)))
+    assert refused(driven.arrive(request("r2"), request("r3"))) == [RejectReason.QUEUE_FULL]
+
+
+# continuations
+
+
+def interrupted(config: SchedulerConfig = AT_ONCE) -> Drive:
+    """One request that has lost the only prefill worker."""
+    driven = drive(config, cluster(1, 1))
+    driven.place(request("r1"))
+    assert driven(WorkerLost("p0", 1))[-1] == ResumeRequest("r1", 1)
+    return driven
+
+
+def continuation(attempt: int = 2) -> RequestResumed:
+    return RequestResumed(replace(request("r1"), attempt=attempt))
+
+
+def test_a_continuation_waits_for_a_worker_and_takes_the_first() -> None:
+    """The only worker is gone: its request is placed as soon as it comes back."""
+    driven = interrupted()
+    assert driven(continuation()) == []
+    (placed,) = placements(driven(WorkerJoined(worker("p0", Role.PREFILL), 2)))
+    assert (placed.request_id, placed.attempt) == ("r1", 2)
+
+
+def test_a_continuation_that_nobody_takes_is_given_up() -> None:
+    """The wait for a worker is bounded."""
+    driven = interrupted()
+    driven(continuation())
+    due_s = driven.scheduler.next_deadline()
+    assert due_s == AT_ONCE.queue.orphan_wait_s
+    assert refused(driven(Tick(), at=due_s)) == [RejectReason.NO_PREFILL]
+
+
+def test_a_continuation_that_does_not_come_is_given_up() -> None:
+    """The wait for the front end is bounded."""
+    driven = interrupted()
+    due_s = driven.scheduler.next_deadline()
+    assert due_s == AT_ONCE.resume_timeout_s
+    assert refused(driven(Tick(), at=due_s)) == [RejectReason.RETRIES_EXHAUSTED]
+
+
+@pytest.mark.parametrize("attempt", [1, 3])
+def test_a_continuation_of_another_attempt_changes_nothing(attempt: int) -> None:
+    """Only the attempt after the one that failed goes on."""
+    driven = interrupted()
+    assert driven(continuation(attempt)) == []
+    assert driven.scheduler.next_deadline() == AT_ONCE.resume_timeout_s
+
+
+def test_attempts_are_counted() -> None:
+    """A request that keeps failing is given up, and what is left of it cancelled."""
+    driven = drive(replace(AT_ONCE, max_attempts=1))
+    placed = driven.place(request("r1"))
+    commands = driven(RequestFailed("r1", 1, placed.prefill, "out of memory"))
+    assert [type(command) for command in commands] == [Cancel, Reject]
+    assert refused(commands) == [RejectReason.RETRIES_EXHAUSTED]
+
+
+def test_a_failure_told_by_somebody_else_changes_nothing() -> None:
+    """Only a worker that the attempt depends on can fail it."""
+    driven = drive(AT_ONCE)
+    placed = driven.place(request("r1"))
+    other = "p1" if placed.prefill == "p0" else "p0"
+    assert driven(RequestFailed("r1", 1, other, "out of memory")) == []
+
+
+# a decode worker that is chosen late
+
+
+def test_the_decode_worker_is_chosen_when_the_prompt_is_computed() -> None:
+    """Admission `on_prefill_done` leaves it open until then."""
+    driven = drive(OPEN)
+    placed = driven.place(request("r1"))
+    assert placed.decode is None
+    assert driven.prefilled(placed, 0.07) == [StartDecode("r1", 1, "d0")]
+
+
+def test_a_prompt_that_finds_no_decode_worker_is_interrupted() -> None:
+    """Its prefill worker is told to let go, and the continuation waits."""
+    driven = drive(OPEN, cluster(1, 1))
+    placed = driven.place(request("r1"))
+    driven(WorkerDraining("d0"))
+    assert driven.prefilled(placed, 0.07) == [Cancel("r1", 1, ("p0",)), ResumeRequest("r1", 1)]
+
+
+def test_a_handover_before_its_decode_worker_is_chosen_does_no_harm() -> None:
+    """Events that overtake each other are no broken invariant."""
+    driven = drive(OPEN)
+    placed = driven.place(request("r1"))
+    assert driven(HandoverFinished("r1", 1, 1, 0.1), PrefillFinished("r1", 1, placed.prefill, 0, 0.07)) == []
+
+
+# reports
+
+
+def test_a_prefill_that_took_no_time_is_no_evidence() -> None:
+    """A clock that is too coarse must not teach that work is free."""
+    driven = drive(AT_ONCE)
+    placed = driven.place(request("r1"))
+    driven.prefilled(placed, 0.0)
+    assert driven.place(request("r2")).ttft.prefill_s == PROFILE.prefill_s(640, 0)
+
+
+def test_a_prefill_told_by_another_worker_changes_nothing() -> None:
+    """The request still counts on the worker that it was placed on."""
+    driven = drive(AT_ONCE)
+    placed = driven.place(request("r1"))
+    other = "p1" if placed.prefill == "p0" else "p0"
+    driven(PrefillFinished("r1", 1, other, 0, 0.07))
+    assert driven.scheduler._view.prefill.outstanding(placed.prefill).keys() == {"r1"}
+
+
+def test_node_tiers_live_as_long_as_any_worker_of_the_node() -> None:
+    """One of two workers of a host goes; what the host holds stays known, until the other one goes."""
+    index = PrefixIndex()
+    driven = Drive(Scheduler(AT_ONCE, index=index))
+    tiers = {Tier.DEVICE: 100, Tier.HOST: 100}
+    driven(*(WorkerJoined(worker(name, Role.PREFILL, node="n0", capacity_blocks=tiers), 1) for name in ("p0", "p1")))
+    driven.store("p1", blocks(3), Tier.HOST)
+    driven(WorkerLost("p0", 1))
+    assert index.holders(blocks(3)[2]) == (Holder("n0", Tier.HOST),)
+    driven(WorkerLost("p1", 1))
+    assert index.holders(blocks(3)[2]) == ()
+
+
+# the index
+
+
+def test_many_holders_of_one_prefix_are_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More holders than are worth a look at each; what is remembered of them, and of roots, stays within bounds."""
+    monkeypatch.setattr("conductor.core.prefix_index.CACHED", 2)
+    index = PrefixIndex()
+    holders = [Holder(f"w{number:02d}", Tier.DEVICE) for number in range(20)]
+    for holder in holders:
+        index.add(holder)
+    for family in range(6):
+        chain = blocks(10, name=family + 10)
+        for number, holder in enumerate(holders):
+            index.store(holder, None, chain[: 3 if number % (family + 2) else 10])
+        depths = index.match(chain).depths
+        assert [int(depths[index.slot(holder)]) for holder in holders] == [
+            3 if number % (family + 2) else 10 for number in range(20)
+        ]
+        assert index.match(chain[:5]).depths.max() == 5
+
+
+def test_removing_what_was_never_there_changes_nothing() -> None:
+    """Of a known block that another holder has, and of an unknown one."""
+    index = PrefixIndex()
+    first, second = Holder("w0", Tier.DEVICE), Holder("w1", Tier.DEVICE)
+    index.add(first)
+    index.add(second)
+    index.store(first, None, blocks(2))
+    index.remove(second, (*blocks(2), 99))
+    index.check()
+    assert (index.num_claims(first), index.num_claims(second)) == (2, 0)
+
+
+def test_one_of_two_who_expect_the_same_blocks_may_give_up() -> None:
+    """The other one still expects them."""
+    index = PrefixIndex()
+    holder = Holder("w0", Tier.DEVICE)
+    slot = index.add(holder)
+    for _ in range(2):
+        index.expect(holder, blocks(3), 10.0)
+    index.unexpect(holder, blocks(3))
+    assert index.match(blocks(3)).depths[slot] == 3
+    index.unexpect(holder, blocks(3))
+    index.check()
+    assert index.match(blocks(3)).depths[slot] == 0
+
+
+# values and configuration
+
+
+def test_jobs_cross_processes_unchanged() -> None:
+    """What travels beside the scheduler's own values survives the trip."""
+    job = GenerationJob(request("r1"), b"\0" * 4 * BLOCK_TOKENS, SamplingParams(max_tokens=5, temperature=0.5), "gateway-1")
+    assert pickle.loads(pickle.dumps(job)) == job
+
+
+def test_tenants_share_prefixes_within_a_group_alone() -> None:
+    """A group cannot be spelt by a tenant's name."""
+    alone, first = request("r1", tenant="a"), request("r2", tenant="a", sharing_group="g")
+    second = request("r3", tenant="b", sharing_group="g")
+    assert first.cache_domain == second.cache_domain
+    assert alone.cache_domain not in (first.cache_domain, request("r4", tenant="g").cache_domain)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"block_tokens": 0}, "block_tokens is 0; it must be an integer of at least 1"),
+        ({"admission": "maybe"}, "admission is 'maybe'; it must be one of none, on_prefill_done, early, predictive"),
+        ({"kvcache_balancing_threshold": 0.5}, "kvcache_balancing_threshold is 0.5; it must be at least 1"),
+        ({"max_attempts": 0}, "max_attempts is 0"),
+        ({"decision_records": -1}, "decision_records is -1"),
+        ({"queue": QueueConfig(aging=0.0)}, "queue.aging is 0.0; it must be more than 0"),
+    ],
+)
+def test_bad_configuration_names_field_value_and_what_is_allowed(changes: dict[str, object], words: str) -> None:
+    """Each with the words that an operator needs."""
+    with pytest.raises(ValueError, match=words):
+        replace(SchedulerConfig(), **changes)  # type: ignore[arg-type]
+
+
+def test_an_unknown_policy_is_refused_with_those_there_are() -> None:
+    """The names are listed."""
+    with pytest.raises(ValueError, match="policy is 'best'; it must be one of conductor, "):
+        policy_named("best")
+
+
+def test_time_before_the_first_event_does_not_exist() -> None:
+    """A scheduler that has been told nothing waits for nothing."""
+    scheduler = Scheduler()
+    assert scheduler.next_deadline() is None
+    assert scheduler.handle(Tick(), -math.inf) == []
+    scheduler.check()
