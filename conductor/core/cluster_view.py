@@ -176,6 +176,7 @@ class ClusterView:
                 pool.flows_out[pool.row[flow.source]] += step
             if flow.target in pool:
                 pool.flows_in[pool.row[flow.target]] += step
+        self.prefill.links_changed()
 
     def _restore_flow_counts(self, worker: WorkerId) -> None:
         """A worker may come back while transfers of its former life are still counted."""
@@ -184,3 +185,4 @@ class ClusterView:
             if worker in pool:
                 pool.flows_in[pool.row[worker]] = incoming
                 pool.flows_out[pool.row[worker]] = self.flows_out(worker)
+        self.prefill.links_changed()

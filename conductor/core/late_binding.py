@@ -141,7 +141,8 @@ class LateBinding:
             if turn is not None:
                 self.remove(entry.state.request.id)
                 yield turn
-        self._due_s = min(self._due_s, self._next_idle_s(now))
+        if self._entries:
+            self._due_s = min(self._due_s, self._next_idle_s(now))
 
     def _look_at(self, state: RequestState, now: float, booked_s: FloatArray, steps: OpenSteps) -> Turn | None:
         situation = self._assess(state, now, booked_s)
@@ -149,9 +150,10 @@ class LateBinding:
         if situation is None or choice is None:
             return None
         table, row = choice.candidates, choice.row
-        new_tokens = situation.request.prompt_tokens - table.local_tokens[row] - table.fetched_tokens[row]
+        plans = table.plans
+        new_tokens = situation.request.prompt_tokens - table.local_tokens[row] - plans.fetched_tokens[row]
         if table.queue_s[row] > self._config.dispatch_ahead_s and not steps.has_room(row, new_tokens):
-            booked_s[row] += table.prefill_s[row] + table.transfer_s[row]
+            booked_s[row] += plans.prefill_s[row] + plans.transfer_s[row]
             return None
         steps.join(row, new_tokens)
         return Turn(state, situation, choice)
@@ -170,8 +172,8 @@ class LateBinding:
         """When the next busy worker is about to go idle."""
         pool, ahead_s = self._view.prefill, self._config.dispatch_ahead_s
         busy_s = pool.queue_s(now)
-        busy_s = busy_s[(busy_s > ahead_s) & pool.accepts]
-        return now + max(float(busy_s.min()) - ahead_s, MIN_WAIT_S) if len(busy_s) else math.inf
+        busy_s = np.where((busy_s > ahead_s) & pool.accepts, busy_s, math.inf)
+        return now + max(float(busy_s.min(initial=math.inf)) - ahead_s, MIN_WAIT_S)
 
     def check(self) -> None:
         if len(self._entries) != len(self._order):

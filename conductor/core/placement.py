@@ -15,7 +15,7 @@ import numpy as np
 from conductor.core.cluster_view import ClusterView
 from conductor.core.config import SchedulerConfig
 from conductor.core.tbt import DecodeChoice, DecodeNeed, choose_decode
-from conductor.core.ttft import Candidates, PrefillTerms
+from conductor.core.ttft import Candidates, PrefillTerms, Reuse
 from conductor.core.types import Request, Role, WorkerId
 from conductor.core.worker_table import BoolArray, FloatArray, WorkerTable
 
@@ -61,18 +61,15 @@ def eligible(table: WorkerTable, request: Request, avoid: frozenset[WorkerId], a
     """Workers that take new work of the request's model and did not just fail it."""
     if not request.model and not avoid:
         return accepts
-    serves = [
-        worker not in avoid and (not request.model or table.specs[worker].model in ("", request.model)) for worker in table.ids
-    ]
-    usable: BoolArray = accepts & np.array(serves, dtype=np.bool_)
+    usable = accepts & table.serving(request.model) if request.model else accepts.copy()
+    usable[[table.row[worker] for worker in sorted(avoid) if worker in table]] = False
     return usable
 
 
 def lowest(score: FloatArray, usable: BoolArray) -> int | None:
     """The first row with the lowest score among the usable ones."""
-    if not usable.any():
-        return None
-    return int(np.where(usable, score, np.inf).argmin())
+    row = int(np.where(usable, score, np.inf).argmin())
+    return row if usable[row] else None
 
 
 def decode_beside(situation: Situation, prefill: WorkerId) -> DecodeChoice | None:
@@ -90,23 +87,17 @@ def local_candidates(situation: Situation, score: FloatArray | None = None) -> C
     terms = situation.terms
     prefill_s = terms.prefill_s(terms.local_tokens)
     nothing = np.zeros_like(prefill_s)
-    return candidates(terms, nothing, prefill_s, nothing, terms.queue_s + prefill_s if score is None else score)
+    reuse = Reuse(nothing, prefill_s, nothing)
+    return candidates(terms, reuse, terms.queue_s + prefill_s if score is None else score)
 
 
-def candidates(
-    terms: PrefillTerms, transfer_s: FloatArray, prefill_s: FloatArray, fetched_tokens: FloatArray, score: FloatArray
-) -> Candidates:
-    """Candidates that fetch `fetched_tokens` from the best holder."""
+def candidates(terms: PrefillTerms, reuse: Reuse, score: FloatArray) -> Candidates:
     pool = terms.pool
     return Candidates(
         ids=pool.ids,
         queue_s=terms.queue_s,
-        transfer_s=transfer_s,
-        prefill_s=prefill_s,
         local_tokens=terms.local_tokens,
-        fetched_tokens=fetched_tokens,
-        sources=(terms.best,),
-        source_code=np.zeros_like(prefill_s),
+        plans=reuse,
         score=score,
         calibrated=pool.calibrated_until_s >= terms.now,
         low_factor=pool.low_factor,

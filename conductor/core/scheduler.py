@@ -143,8 +143,12 @@ class Scheduler:
 
     def next_deadline(self) -> float | None:
         """When `handle(Tick(), now)` is due at the latest; None when nothing waits for time to pass."""
-        waiting = (self._reports, self._continuations, self._line, self._migration)
-        deadline = min(part.next_deadline() for part in waiting)
+        deadline = min(
+            self._reports.next_deadline(),
+            self._continuations.next_deadline(),
+            self._line.next_deadline(),
+            self._migration.next_deadline(),
+        )
         return None if deadline == math.inf else deadline
 
     def check(self) -> None:
@@ -193,25 +197,24 @@ class Scheduler:
         return [Cancel(event.request_id, state.request.attempt, workers)] if workers else []
 
     def _enqueue(self, state: RequestState, now: float) -> list[Command]:
-        situation = self._assessor.assess(state, now)
-        if situation is None:
+        if not self._assessor.anybody:
             return self._reject(state, self._assessor.nobody(state.request))
         if self._line.full:
             message = f"{len(self._line)} requests are waiting, as many as are allowed"
-            one_s = situation.backlog_s / len(self._line) if len(self._line) else 1.0
+            one_s = self._assessor.backlog_s / len(self._line) if len(self._line) else 1.0
             return self._reject(state, admission.refuse(state.request, RejectReason.QUEUE_FULL, message, one_s))
-        hopeless = self._hopeless(state, situation)
-        if hopeless:
-            return hopeless
-        self._line.add(state, least_work_s(situation), now)
+        if self.config.admission != "none" and admission.objectives(state.request, self.config) != SLO():
+            hopeless = self._hopeless(state, now)
+            if hopeless:
+                return hopeless
+        self._line.add(state, least_work_s(self._assessor.terms(state.request, now), self.config.allow_pull), now)
         return []
 
-    def _hopeless(self, state: RequestState, situation: Situation) -> list[Command]:
+    def _hopeless(self, state: RequestState, now: float) -> list[Command]:
         """Refuse on arrival what would be refused when its turn comes, however short the wait until then."""
-        if self.config.admission == "none" or admission.objectives(state.request, self.config) == SLO():
-            return []
-        choice = self._policy(situation)
-        if choice is None:
+        situation = self._assessor.assess(state, now)
+        choice = None if situation is None else self._policy(situation)
+        if situation is None or choice is None:
             return []
         decision = admission.admit(situation, choice, self._books.timeline)
         return self._reject(state, decision, choice) if isinstance(decision, Rejection) else []
@@ -273,7 +276,7 @@ class Scheduler:
         choice = self._assessor.choose_decode(state, need, now)
         if choice is None:
             return self._interrupt(state, now, None)
-        refused = admission.admit_to_decode(request, choice, self.config, self._books.timeline.drain_s(now, 0.5))
+        refused = admission.admit_to_decode(request, choice, self.config, self._books.timeline, now)
         if refused is not None:
             workers = state.workers
             self._books.release(state, now)
