@@ -11,7 +11,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from conductor.core.commands import Command
 from conductor.core.decode_pool import DecodePool
+from conductor.core.events import LoadReported, WorkerDraining
 from conductor.core.prefill_pool import PrefillPool, tier_bytes_per_s
 from conductor.core.prefix_index import PrefixIndex
 from conductor.core.trust import Trust
@@ -76,6 +78,20 @@ class ClusterView:
             self.forget_holder(Holder(spec.node, Tier.HOST))
             self.forget_holder(Holder(spec.node, Tier.DISK))
         self._list_lower_holders()
+
+    def draining(self, event: WorkerDraining, now: float) -> list[Command]:
+        self.drain(event.worker_id)
+        return []
+
+    def load_reported(self, event: LoadReported, now: float) -> list[Command]:
+        worker = event.worker_id
+        if self.epochs.get(worker) != event.epoch:
+            return []
+        if worker in self.prefill:
+            self.prefill.report(worker, event.load, now)
+        if worker in self.decode:
+            self.decode.report(worker, event.load)
+        return []
 
     def drain(self, worker: WorkerId) -> None:
         for pool in (self.prefill, self.decode):

@@ -100,12 +100,12 @@ class Scheduler:
             RequestCancelled: self._handle_request_cancelled,
             WorkerJoined: self._handle_worker_joined,
             WorkerLost: self._handle_worker_lost,
-            WorkerDraining: self._handle_worker_draining,
+            WorkerDraining: self._view.draining,
             BlocksStored: self._reports.stored,
             BlocksRemoved: self._reports.removed,
             CacheCleared: self._reports.cleared,
             IndexSnapshot: self._reports.snapshot,
-            LoadReported: self._handle_load_reported,
+            LoadReported: self._view.load_reported,
             PrefillStarted: self._handle_prefill_started,
             PrefillFinished: self._handle_prefill_finished,
             HandoverFinished: self._handle_handover_finished,
@@ -367,20 +367,6 @@ class Scheduler:
             self._learning.left(worker)
             self._migration.worker_lost(worker)
         return commands
-
-    def _handle_worker_draining(self, event: WorkerDraining, now: float) -> list[Command]:
-        if event.worker_id in self._view.epochs:
-            self._view.drain(event.worker_id)
-        return []
-
-    def _handle_load_reported(self, event: LoadReported, now: float) -> list[Command]:
-        if self._view.epochs.get(event.worker_id) != event.epoch:
-            return []
-        if event.worker_id in self._view.prefill:
-            self._view.prefill.report(event.worker_id, event.load, now)
-        if event.worker_id in self._view.decode:
-            self._view.decode.report(event.worker_id, event.load)
-        return []
 
     # time
 
