@@ -68,6 +68,8 @@ def admit_to_decode(
 
 
 def objectives(request: Request, config: SchedulerConfig) -> SLO:
+    if config.slo == SLO():
+        return request.slo
     return SLO(
         ttft_s=config.slo.ttft_s if request.slo.ttft_s is None else request.slo.ttft_s,
         tbt_s=config.slo.tbt_s if request.slo.tbt_s is None else request.slo.tbt_s,

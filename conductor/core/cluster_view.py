@@ -127,11 +127,14 @@ class ClusterView:
         spec = self.specs.get(owner)
         return math.inf if spec is None or spec.nic_bytes_per_s is None else spec.nic_bytes_per_s
 
-    def source_bytes_per_s(self, holder: Holder) -> float:
-        """How fast a holder of blocks can send: a device pool by its worker's card, a lower tier by its own channel."""
+    def outbound_bytes_per_s(self, holder: Holder) -> float:
+        """What a holder of blocks has left for one more transfer: a device pool of its worker's card, a lower tier of its own
+        channel."""
         if holder.tier is Tier.DEVICE:
-            return self.nic_bytes_per_s(holder.owner)
-        return self._tier_bytes_per_s.get(holder, math.inf)
+            whole = self.nic_bytes_per_s(holder.owner)
+        else:
+            whole = self._tier_bytes_per_s.get(holder, math.inf)
+        return whole / (self._flows_out.get(holder.owner, 0) + 1)
 
     def describe(self, now: float, trust: Trust) -> dict[WorkerId, dict[str, Any]]:
         """What is believed of each worker, as JSON values."""

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import chain, islice, takewhile
+from typing import NamedTuple
 
 import numpy as np
 from sortedcontainers import SortedKeyList
@@ -26,13 +26,12 @@ from conductor.core.placement import Choice, Policy, Situation
 from conductor.core.prefill_pool import PrefillPool
 from conductor.core.requests import RequestState
 from conductor.core.types import InvariantError, RequestId
-from conductor.core.worker_table import FloatArray
+from conductor.core.worker_table import FloatArray, lowest_of, some
 
 MIN_WAIT_S = 1e-4  # between two passes: an idle time that rounding puts a hair after `now` must not stop the clock
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(NamedTuple):
     """A request in line. `key` orders it; `number` counts arrivals."""
 
     state: RequestState
@@ -41,8 +40,7 @@ class Waiting:
     work_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """A request whose turn has come, as it was looked at."""
 
     state: RequestState
@@ -166,14 +164,14 @@ class LateBinding:
 
     def _someone_is_free(self, now: float) -> bool:
         pool = self._view.prefill
-        return bool(((pool.queue_s(now) <= self._config.dispatch_ahead_s) & pool.accepts).any())
+        return some((pool.queue_s(now) <= self._config.dispatch_ahead_s) & pool.accepts)
 
     def _next_idle_s(self, now: float) -> float:
         """When the next busy worker is about to go idle."""
         pool, ahead_s = self._view.prefill, self._config.dispatch_ahead_s
         busy_s = pool.queue_s(now)
-        busy_s = np.where((busy_s > ahead_s) & pool.accepts, busy_s, math.inf)
-        return now + max(float(busy_s.min(initial=math.inf)) - ahead_s, MIN_WAIT_S)
+        busy_s = busy_s[(busy_s > ahead_s) & pool.accepts]
+        return now + max(lowest_of(busy_s) - ahead_s, MIN_WAIT_S) if len(busy_s) else math.inf
 
     def check(self) -> None:
         if len(self._entries) != len(self._order):

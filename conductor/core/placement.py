@@ -7,8 +7,7 @@ belief and decides; it changes nothing. Equal scores go to the lower worker id.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -20,8 +19,7 @@ from conductor.core.types import Request, Role, WorkerId
 from conductor.core.worker_table import BoolArray, FloatArray, WorkerTable
 
 
-@dataclass(frozen=True, slots=True)
-class Situation:
+class Situation(NamedTuple):
     """One request and everything that a policy may know.
 
     `sequence` counts decisions; `waiting` requests are queued behind, `backlog_s` seconds of work a prefill worker.
@@ -41,8 +39,7 @@ class Situation:
     backlog_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """A policy's answer: the row of the prefill worker among `candidates`, and the decode worker."""
 
     candidates: Candidates
@@ -68,7 +65,9 @@ def eligible(table: WorkerTable, request: Request, avoid: frozenset[WorkerId], a
 
 def lowest(score: FloatArray, usable: BoolArray) -> int | None:
     """The first row with the lowest score among the usable ones."""
-    row = int(np.where(usable, score, np.inf).argmin())
+    row = int(score.argmin())
+    if not usable[row]:
+        row = int(np.where(usable, score, np.inf).argmin())
     return row if usable[row] else None
 
 

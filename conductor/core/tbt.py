@@ -8,7 +8,7 @@ does, the least reserved one is named and said not to fit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,8 +17,7 @@ from conductor.core.types import WorkerId
 from conductor.core.worker_table import BoolArray
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeNeed:
+class DecodeNeed(NamedTuple):
     """What a request will want of its decode worker: blocks to reserve, context tokens when it joins, and expected output."""
 
     blocks: int
@@ -26,8 +25,7 @@ class DecodeNeed:
     output_tokens: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeChoice:
+class DecodeChoice(NamedTuple):
     worker: WorkerId
     tbt_s: float
     calibrated: bool
@@ -50,7 +48,9 @@ def choose_decode(pool: DecodePool, need: DecodeNeed, eligible: BoolArray, now: 
     seconds = pool.joined_step_s(need.context_tokens)
     usable = fitting(pool, need)
     usable &= eligible
-    row = int(np.where(usable, seconds, np.inf).argmin())
+    row = int(seconds.argmin())
+    if not usable[row]:
+        row = int(np.where(usable, seconds, np.inf).argmin())
     fits = bool(usable[row])
     if not fits:
         if not eligible.any():

@@ -166,8 +166,9 @@ def prefill_terms(request: Request, match: PrefixMatch, view: ClusterView, block
 
 def _best_holder(match: PrefixMatch, blocks: int, view: ClusterView) -> tuple[Holder, float]:
     """Of those that have reported the most, the one whose outgoing link is the least shared; ties go to the lower slot."""
-    holders = [view.holder_of_slot[int(slot)] for slot in np.flatnonzero(match.confirmed >= blocks)]
-    speeds = [view.source_bytes_per_s(holder) / (view.flows_out(holder.owner) + 1) for holder in holders]
+    slots = (match.confirmed >= blocks).nonzero()[0].tolist()
+    holders = [view.holder_of_slot[slot] for slot in slots]
+    speeds = [view.outbound_bytes_per_s(holder) for holder in holders]
     fastest = max(speeds)
     return holders[speeds.index(fastest)], fastest
 

@@ -24,6 +24,16 @@ IntArray: TypeAlias = npt.NDArray[np.int64]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 
+def some(rows: BoolArray) -> bool:
+    """Whether any row is true: `any` of a short array takes ten times as long."""
+    return len(rows) > 0 and bool(rows[rows.argmax()])
+
+
+def lowest_of(values: FloatArray) -> float:
+    """The minimum of a column that is not empty, as quickly."""
+    return float(values[values.argmin()])
+
+
 class WorkerTable:
     """`ids` is replaced, never changed, when rows come or go: whoever keeps a reference keeps the names of its rows.
 

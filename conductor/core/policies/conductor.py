@@ -18,6 +18,7 @@ import numpy as np
 from conductor.core.placement import Choice, Situation, candidates, finish, lowest
 from conductor.core.ttft import PrefillTerms, Reuse, overlapped_s
 from conductor.core.types import Holder
+from conductor.core.worker_table import lowest_of, some
 
 
 def place_conductor(situation: Situation) -> Choice | None:
@@ -27,7 +28,7 @@ def place_conductor(situation: Situation) -> Choice | None:
     work_s = reuse.transfer_s + reuse.prefill_s
     score = terms.queue_s + work_s
     delay = weights.delay * situation.waiting / len(pool)
-    score += (delay + weights.copy) * (work_s - work_s.item(work_s.argmin()))
+    score += (delay + weights.copy) * (work_s - lowest_of(work_s))
     score += weights.spread_s * pool.churn_share()
     table = candidates(terms, reuse, score)
     if table.handover_s is not None:
@@ -39,7 +40,7 @@ def cheapest_reuse(terms: PrefillTerms, allow_pull: bool) -> Reuse:
     """For each worker the fastest of computing, pulling from the best holder and restoring from a lower tier."""
     if terms.cheapest is None:
         local, best = terms.local_tokens, terms.best
-        if allow_pull and best is not None and bool((local < terms.best_tokens).any()):
+        if allow_pull and best is not None and lowest_of(local) < terms.best_tokens:
             reuse = _pulled_if_faster(terms, best)
         else:
             nothing = np.zeros_like(local)
@@ -51,26 +52,20 @@ def cheapest_reuse(terms: PrefillTerms, allow_pull: bool) -> Reuse:
 def least_work_s(terms: PrefillTerms, allow_pull: bool) -> float:
     """Transfer and prefill time of the request where it is least."""
     reuse = cheapest_reuse(terms, allow_pull)
-    return float((reuse.transfer_s + reuse.prefill_s).min())
+    return lowest_of(reuse.transfer_s + reuse.prefill_s)
 
 
 def _pulled_if_faster(terms: PrefillTerms, best: Holder) -> Reuse:
-    """Let each worker pull what the best holder has beyond its own device pool. Both ways are computed in one go."""
+    """Let each worker pull what the best holder has beyond its own device pool."""
     local = terms.local_tokens
-    both = np.empty((2, len(local)))
-    both[0] = local
-    np.maximum(local, terms.best_tokens, out=both[1])
-    missing = both[1] - local
-    prefill_s, shorter_s = terms.prefill_s(both)
-    transfer_s = overlapped_s(terms.transfer_s(missing), shorter_s, terms.pool)
-    faster = shorter_s + transfer_s < prefill_s
-    faster &= missing > 0.0
-    return Reuse(
-        transfer_s=np.where(faster, transfer_s, 0.0),
-        prefill_s=np.where(faster, shorter_s, prefill_s),
-        fetched_tokens=np.where(faster, missing, 0.0),
-        sources=(best,),
-    )
+    reused = np.maximum(local, terms.best_tokens)
+    missing = reused - local
+    computed_s, prefill_s = terms.prefill_s(local), terms.prefill_s(reused)
+    transfer_s = overlapped_s(terms.transfer_s(missing), prefill_s, terms.pool)
+    stays = ~((prefill_s + transfer_s < computed_s) & (missing > 0.0))
+    np.putmask(prefill_s, stays, computed_s)
+    transfer_s[stays] = missing[stays] = 0.0
+    return Reuse(transfer_s, prefill_s, fetched_tokens=missing, sources=(best,))
 
 
 def _restored_if_faster(reuse: Reuse, terms: PrefillTerms) -> Reuse:
@@ -85,7 +80,7 @@ def _restored_if_faster(reuse: Reuse, terms: PrefillTerms) -> Reuse:
     )
     for number, (slots, bytes_per_s) in enumerate(tiers):
         missing = np.maximum(terms.tier_tokens(slots) - terms.local_tokens, 0.0)
-        if not missing.any():
+        if not some(missing > 0.0):
             continue
         prefill_s = terms.prefill_s(terms.local_tokens + missing)
         transfer_s = overlapped_s(terms.restore_s(missing, bytes_per_s), prefill_s, pool)
