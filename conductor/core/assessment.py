@@ -18,7 +18,7 @@ from conductor.core.requests import RequestState
 from conductor.core.tbt import DecodeChoice, DecodeNeed, choose_decode
 from conductor.core.ttft import PrefillTerms, prefill_terms
 from conductor.core.types import Rejection, RejectReason, Request
-from conductor.core.worker_table import FloatArray
+from conductor.core.worker_table import FloatArray, WorkerTable, some
 
 
 class Assessor:
@@ -59,8 +59,8 @@ class Assessor:
             sequence=self.decisions,
             waited_s=now - state.arrived_s,
             waiting=self._line()[0],
-            prefill_eligible=eligible(view.prefill, request, state.avoid, view.prefill.accepts),
-            decode_eligible=eligible(view.decode, request, state.avoid, view.decode.accepts),
+            prefill_eligible=eligible(view.prefill, request, state.avoid),
+            decode_eligible=eligible(view.decode, request, state.avoid),
             backlog_s=self.backlog_s,
         )
 
@@ -95,10 +95,30 @@ class Assessor:
     def choose_decode(self, state: RequestState, need: DecodeNeed, now: float) -> DecodeChoice | None:
         """The decode worker for a prompt that has been computed before one was chosen."""
         pool = self._view.decode
-        return choose_decode(pool, need, eligible(pool, state.request, state.avoid, pool.accepts), now)
+        return choose_decode(pool, need, eligible(pool, state.request, state.avoid), now)
 
-    def nobody(self, request: Request) -> Rejection:
+    def may_be_taken(self, state: RequestState) -> bool:
+        """Whether there is a worker for each phase that takes new work, serves the model and has not failed the request."""
+        return all(some(eligible(pool, state.request, state.avoid)) for pool in (self._view.prefill, self._view.decode))
+
+    def nobody(self, state: RequestState) -> Rejection:
         """The refusal of a request that no worker may take."""
-        if not self._view.prefill.accepts.any():
-            return admission.refuse(request, RejectReason.NO_PREFILL, "no prefill worker takes requests", 1.0)
-        return admission.refuse(request, RejectReason.NO_DECODE, "no decode worker takes requests", 1.0)
+        request = state.request
+        lacking = _lacking(self._view.prefill, state)
+        if lacking is not None:
+            return admission.refuse(request, RejectReason.NO_PREFILL, f"no prefill worker {lacking}", 1.0)
+        lacking = _lacking(self._view.decode, state) or "was chosen by the policy"
+        return admission.refuse(request, RejectReason.NO_DECODE, f"no decode worker {lacking}", 1.0)
+
+
+def _lacking(pool: WorkerTable, state: RequestState) -> str | None:
+    """What no worker of a pool is or does that the request asks for; None when there is one to take it."""
+    model = state.request.model
+    if not some(pool.accepts):
+        return "takes requests"
+    if model and not some(pool.accepts & pool.serving(model)):
+        served = sorted({pool.specs[worker].model for worker in pool.ids if pool.accepts[pool.row[worker]]})
+        return f"serves model {model!r}; served: {', '.join(served)}"
+    if not some(eligible(pool, state.request, state.avoid)):
+        return f"is left that has not failed the request: {', '.join(sorted(state.avoid))}"
+    return None

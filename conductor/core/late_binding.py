@@ -8,6 +8,7 @@ Order is by predicted work plus `aging` times arrival time: static, and nobody i
 A pass walks the head of the line in that order and asks the policy for each request, with the work of requests earlier in
 line already added to the workers they want. A request whose chosen worker is about to go idle is dispatched; one that would
 rather wait for a busy worker (which holds its prefix) books that worker for the rest of the pass and keeps its place.
+Who waits and can be taken by nobody any more, because workers went or take no more work, is given up after `orphan_wait_s`.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class OpenSteps:
 
 
 class LateBinding:
-    """The line. `assess(state, now, booked_s)` is what a policy sees of a request, with `booked_s` more work on the workers."""
+    """The line. `assess(state, now, booked_s)` is what a policy sees of a request, with `booked_s` more work on the workers;
+    `may_be_taken(state)` whether any worker may ever take it, as things are."""
 
     def __init__(
         self,
@@ -79,16 +81,19 @@ class LateBinding:
         view: ClusterView,
         policy: Policy,
         assess: Callable[[RequestState, float, FloatArray], Situation | None],
+        may_be_taken: Callable[[RequestState], bool],
     ) -> None:
         self._config = config
         self._view = view
         self._policy = policy
         self._assess = assess
+        self._may_be_taken = may_be_taken
         self._entries: dict[RequestId, Waiting] = {}
         self._order: SortedKeyList[Waiting] = SortedKeyList(key=lambda entry: (entry.key, entry.number))
         self._numbers = 0
         self.work_s = 0.0  # of all who wait
         self._due_s = math.inf
+        self._untakeable_since_s: dict[RequestId, float] = {}  # in order of time
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -110,20 +115,35 @@ class LateBinding:
         entry = self._entries[state.request.id] = Waiting(state, key, self._numbers, work_s)
         self.work_s += work_s
         self._order.add(entry)
+        self._note(state, self._may_be_taken(state), now)
         self._due_s = min(self._due_s, now + config.burst_window_s)
 
     def remove(self, request_id: RequestId) -> None:
         entry = self._entries.pop(request_id, None)
         if entry is not None:
             self._order.remove(entry)
+            self._untakeable_since_s.pop(request_id, None)
             self.work_s = self.work_s - entry.work_s if self._entries else 0.0
 
     def next_deadline(self) -> float:
-        return self._due_s if self._entries else math.inf
+        if not self._entries:
+            return math.inf
+        given_up_s = next(iter(self._untakeable_since_s.values()), math.inf) + self._config.orphan_wait_s
+        return min(self._due_s, given_up_s)
 
-    def workers_changed(self, now: float) -> None:
+    def look_soon(self, now: float) -> None:
         """A worker came, or became free: look at the line at once."""
         self._due_s = min(self._due_s, now)
+
+    def workers_changed(self, now: float) -> None:
+        """Workers came, went, or take no more work: who can be taken at all?"""
+        for entry in self._entries.values():
+            self._note(entry.state, self._may_be_taken(entry.state), now)
+
+    def untakeable(self, now: float) -> list[RequestState]:
+        """Requests that nobody could take for too long."""
+        late = takewhile(lambda item: now >= item[1] + self._config.orphan_wait_s, self._untakeable_since_s.items())
+        return [self._entries[request_id].state for request_id, _ in late]
 
     def turns(self, now: float) -> Iterator[Turn]:
         """The requests to dispatch, in order. Each must be booked before the next is asked for."""
@@ -145,6 +165,7 @@ class LateBinding:
     def _look_at(self, state: RequestState, now: float, booked_s: FloatArray, steps: OpenSteps) -> Turn | None:
         situation = self._assess(state, now, booked_s)
         choice = None if situation is None else self._policy(situation)
+        self._note(state, choice is not None, now)
         if situation is None or choice is None:
             return None
         table, row = choice.candidates, choice.row
@@ -155,6 +176,12 @@ class LateBinding:
             return None
         steps.join(row, new_tokens)
         return Turn(state, situation, choice)
+
+    def _note(self, state: RequestState, takeable: bool, now: float) -> None:
+        if takeable:
+            self._untakeable_since_s.pop(state.request.id, None)
+        else:
+            self._untakeable_since_s.setdefault(state.request.id, now)
 
     def _in_order(self, now: float) -> Iterator[Waiting]:
         """Whoever has waited too long first, by arrival; then by key."""
@@ -176,3 +203,6 @@ class LateBinding:
     def check(self) -> None:
         if len(self._entries) != len(self._order):
             raise InvariantError(f"{len(self._entries)} requests wait, {len(self._order)} are in order")
+        since_s = list(self._untakeable_since_s.values())
+        if since_s != sorted(since_s) or not self._untakeable_since_s.keys() <= self._entries.keys():
+            raise InvariantError(f"requests {list(self._untakeable_since_s)} are given up at {since_s}, in that order")

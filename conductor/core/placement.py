@@ -54,11 +54,11 @@ class Choice(NamedTuple):
 Policy: TypeAlias = Callable[[Situation], Choice | None]
 
 
-def eligible(table: WorkerTable, request: Request, avoid: frozenset[WorkerId], accepts: BoolArray) -> BoolArray:
+def eligible(table: WorkerTable, request: Request, avoid: frozenset[WorkerId]) -> BoolArray:
     """Workers that take new work of the request's model and did not just fail it."""
     if not request.model and not avoid:
-        return accepts
-    usable = accepts & table.serving(request.model) if request.model else accepts.copy()
+        return table.accepts
+    usable = table.accepts & table.serving(request.model) if request.model else table.accepts.copy()
     usable[[table.row[worker] for worker in sorted(avoid) if worker in table]] = False
     return usable
 

@@ -18,7 +18,7 @@ from conductor.core.block_reports import BlockReports
 from conductor.core.bookings import Bookings
 from conductor.core.cluster_view import ClusterView
 from conductor.core.commands import Cancel, Command, Reject, ResumeRequest, StartDecode, StartPrefill
-from conductor.core.config import SchedulerConfig
+from conductor.core.config import SchedulerConfig, require_fit
 from conductor.core.continuations import Continuations
 from conductor.core.decision_log import DecisionLog
 from conductor.core.events import (
@@ -64,6 +64,9 @@ from conductor.core.types import (
 FREEING = frozenset((PrefillFinished, HandoverFinished, RequestFailed, RequestCancelled, WorkerJoined, WorkerLost))
 """Events after which a prefill worker may be free that was not before."""
 
+CHANGING = frozenset((WorkerJoined, WorkerDraining, WorkerLost))
+"""Events after which other requests than before may find a worker."""
+
 OUTCOMES = {
     FinishReason.STOP: Outcome.FINISHED,
     FinishReason.LENGTH: Outcome.FINISHED,
@@ -91,7 +94,9 @@ class Scheduler:
         self._migration = Migration(self.config.migration, self._view, self._index, self.config.block_tokens)
         self._books = Bookings(self._view, self._index)
         self._assessor = Assessor(self.config, self._index, self._view, self._learning.outputs, lambda: self._line.load)
-        self._line = LateBinding(self.config.queue, self._view, self._policy, self._assessor.assess)
+        self._line = LateBinding(
+            self.config.queue, self._view, self._policy, self._assessor.assess, self._assessor.may_be_taken
+        )
         wanted = self.config.late_binding
         self._late_binding = self.config.policy == "conductor" if wanted is None else wanted
         self._handlers: dict[type, Callable[[Any, float], list[Command]]] = {
@@ -118,14 +123,18 @@ class Scheduler:
         }
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        """Take in one event and answer with what is to be done. Never raises on the order of events."""
+        """Take in one event and answer with what is to be done. Never raises on the order of events; raises ValueError for a
+        worker that cannot belong to this cluster."""
         if now > self._now:
             self._now = now
         self._index.expire(self._now)
         commands = self._handlers[type(event)](event, self._now)
-        if type(event) in FREEING and len(self._line):
-            self._line.workers_changed(self._now)
-            commands = commands + self._dispatch(self._now)
+        if len(self._line):
+            if type(event) in CHANGING:
+                self._line.workers_changed(self._now)
+            if type(event) in FREEING:
+                self._line.look_soon(self._now)
+                commands = commands + self._dispatch(self._now)
         self._log.observe(event, commands, self._now)
         return commands
 
@@ -178,8 +187,7 @@ class Scheduler:
 
     def _continue(self, state: RequestState, now: float) -> list[Command]:
         """Place an interrupted request again, or keep it for a worker that comes back."""
-        situation = self._assessor.assess(state, now)
-        if situation is None or not (situation.prefill_eligible.any() and situation.decode_eligible.any()):
+        if not self._assessor.may_be_taken(state):
             self._continuations.orphaned(state)
             return []
         self._continuations.forget(state.request.id)
@@ -198,7 +206,7 @@ class Scheduler:
 
     def _enqueue(self, state: RequestState, now: float) -> list[Command]:
         if not self._assessor.anybody:
-            return self._reject(state, self._assessor.nobody(state.request))
+            return self._reject(state, self._assessor.nobody(state))
         if self._line.full:
             message = f"{len(self._line)} requests are waiting, as many as are allowed"
             one_s = self._assessor.backlog_s / len(self._line) if len(self._line) else 1.0
@@ -230,7 +238,7 @@ class Scheduler:
         situation = self._assessor.assess(state, now)
         choice = None if situation is None else self._policy(situation)
         if situation is None or choice is None:
-            return self._reject(state, self._assessor.nobody(state.request))
+            return self._reject(state, self._assessor.nobody(state))
         return self._settle(state, situation, choice, now)
 
     def _settle(self, state: RequestState, situation: Situation, choice: Choice, now: float) -> list[Command]:
@@ -335,6 +343,7 @@ class Scheduler:
     # workers
 
     def _handle_worker_joined(self, event: WorkerJoined, now: float) -> list[Command]:
+        require_fit(event.worker, self.config)
         worker = event.worker.id
         known = self._view.epochs.get(worker)
         if known is not None and known >= event.epoch:
@@ -374,15 +383,16 @@ class Scheduler:
         return self._reports.ask_again(now) + self._give_up(now) + self._dispatch(now) + self._migration.round(now)
 
     def _give_up(self, now: float) -> list[Command]:
-        """End requests whose continuation, or a worker for it, did not come in time."""
+        """End requests whose continuation, or a worker for them, did not come in time."""
         commands: list[Command] = []
         for state in self._continuations.unanswered(now):
             message = f"no continuation came within {self.config.resume_timeout_s:g} s of a lost worker"
             commands += self._abandon(state, admission.refuse(state.request, RejectReason.RETRIES_EXHAUSTED, message, 1.0))
-        for state in self._continuations.untaken(now):
-            commands += self._abandon(state, self._assessor.nobody(state.request))
+        for state in self._continuations.untaken(now) + self._line.untakeable(now):
+            commands += self._abandon(state, self._assessor.nobody(state))
         return commands
 
     def _abandon(self, state: RequestState, rejection: Rejection) -> list[Command]:
         self._continuations.forget(state.request.id)
+        self._line.remove(state.request.id)
         return self._reject(state, rejection)

@@ -42,6 +42,7 @@ class WorkerTable:
 
     COLUMNS: ClassVar[Mapping[str, type]] = {}
     capacity_blocks: FloatArray
+    accepts: BoolArray
 
     def __init__(self) -> None:
         self.version = 0

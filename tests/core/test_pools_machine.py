@@ -202,7 +202,9 @@ class ViewMachine(RuleBasedStateMachine):
             for name in pool.ids
         ]
         for joining in (100, 200):
-            steps_s = [PROFILE.decode_step_s(batch + 1, context + joining) for batch, context in zip(batches, contexts, strict=True)]
+            steps_s = [
+                PROFILE.decode_step_s(batch + 1, context + joining) for batch, context in zip(batches, contexts, strict=True)
+            ]
             assert pool.joined_step_s(joining).tolist() == pytest.approx(steps_s)
 
     @invariant()
