@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conductor.core.config import SchedulerConfig
+from conductor.core.config import SchedulerConfig, require_fit
 from conductor.core.scheduler import Scheduler
 from conductor.core.types import Role, WorkerId, WorkerSpec
 from conductor.flight_log import RunDirectory
@@ -58,10 +58,12 @@ class ConductorActor(ConductorRuntime):
     def __init__(self, config: SchedulerConfig, logs: RunDirectory | None) -> None:
         log = None if logs is None else logs.open_run(config)
         scheduler = Scheduler(config, policy=load_policy(config.policy))
+        self._config = config
         super().__init__(scheduler, log, Ports(is_worker_loss=is_worker_loss, on_fatal=_exit_process))
 
     async def join(self, spec: WorkerSpec, handle: Any) -> int:
-        """`add_worker` with this actor as the one to report to."""
+        """`add_worker` with this actor as the one to report to. Raises ValueError for a worker that cannot belong here."""
+        require_fit(spec, self._config)
         import ray
 
         return await self.add_worker(spec, handle, ray.get_runtime_context().current_actor)
@@ -227,7 +229,10 @@ class Cluster:
         except Exception as error:
             raise ClusterError(f"worker {plan.id} did not start: {first_cause(error)}") from None
         self._specs[plan.id] = spec
-        await self.conductor.join.remote(spec, handle)
+        try:
+            await self.conductor.join.remote(spec, handle)
+        except ValueError as error:
+            raise ClusterError(f"worker {plan.id} cannot belong to this cluster: {first_cause(error)}") from None
         self._progress(f"{plan.id} has joined")
 
     async def _in_time(self, work: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
