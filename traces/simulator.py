@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from conductor.core.commands import Command
 from conductor.core.config import SchedulerConfig
 from conductor.core.events import Event, RequestArrived, Tick
+from conductor.core.placement import Policy
 from conductor.core.scheduler import Scheduler
 from conductor.core.types import InvariantError, Rejection, Request, Role, Tier, WorkerId, WorkerSpec
 from traces.belief import fit_cost_profile
@@ -48,6 +49,8 @@ class Outage:
 class SimulationOptions:
     """What is simulated: the cluster, the decisions, and the world's accidents.
 
+    `policy` places requests where the scheduler's configuration names a policy that is not the core's own.
+
     `load_reports_s` is how often workers report their load; None is never, since nothing runs on a simulated worker that its
     scheduler has not sent there.
     """
@@ -61,6 +64,7 @@ class SimulationOptions:
     event_lag_s: float = 0.0
     load_reports_s: float | None = None
     outages: tuple[Outage, ...] = ()
+    policy: Policy | None = None
 
     def __post_init__(self) -> None:
         if not self.speed > 0:
@@ -98,7 +102,7 @@ class Simulation:
         self.options = options
         self.loop = EventLoop()
         self.records: dict[str, RequestRecord] = {}
-        self.scheduler = Scheduler(options.scheduler)
+        self.scheduler = Scheduler(options.scheduler, policy=options.policy)
         answers = Answers(self._deliver, self._refused)
         world = World(options.event_lag_s, options.scheduler.seed)
         self.cluster = SimCluster(self.loop, options.cluster, self.records, answers, world)
@@ -212,7 +216,7 @@ def worker_specs(options: SimulationOptions) -> list[WorkerSpec]:
             role=role,
             node=f"{role}-{number:03d}",
             profile=profile,
-            capacity_blocks={Tier.DEVICE: options.cluster.pool_blocks(role)},
+            capacity_blocks={Tier.DEVICE: options.cluster.pool_blocks(prefill_only=role is Role.PREFILL)},
             nic_bytes_per_s=options.cluster.network.nic_bytes_per_s,
             max_batch=options.cluster.max_batch,
         )
