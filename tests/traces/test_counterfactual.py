@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from conductor.core.config import SchedulerConfig
-from conductor.core.scheduler import Scheduler
 from conductor.core.policies import policy_named
+from conductor.core.scheduler import Scheduler
 from conductor.flight_log import read, recording, verify
 from traces.clusters.profile import load_profile
 from traces.counterfactual import Flight, compare, read_flight, totals
