@@ -153,6 +153,7 @@ class SimCluster:
     def _prefill_engine(self, worker: SimWorker, coupled: CoupledDecode | None = None) -> PrefillEngine:
         profile = self._profile
         limits = EngineLimits(
+            worker.spec.profile,
             profile.step_tokens,
             profile.block_tokens,
             profile.max_batch,

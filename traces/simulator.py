@@ -7,8 +7,10 @@ never the ground truth, nor a request's true output length beyond the limit that
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from conductor.core.commands import Command
@@ -89,10 +91,11 @@ def simulate(
     observer: Observer | None = None,
 ) -> RunResult:
     """Replay `trace`. `observer` sees every (time, event, commands), in order, as a flight log holds them."""
-    simulation = Simulation(options, observer)
-    simulation.feed(trace)
-    simulation.run()
-    return collect(name, simulation)
+    with _reference_counts_only():
+        simulation = Simulation(options, observer)
+        simulation.feed(trace)
+        simulation.run()
+        return collect(name, simulation)
 
 
 class Simulation:
@@ -103,7 +106,7 @@ class Simulation:
         self.loop = EventLoop()
         self.records: dict[str, RequestRecord] = {}
         self.scheduler = Scheduler(options.scheduler, policy=options.policy)
-        answers = Answers(self._deliver, self._refused)
+        answers = Answers(self.loop.inbox.append, self._refused)
         world = World(options.event_lag_s, options.scheduler.seed)
         self.cluster = SimCluster(self.loop, options.cluster, self.records, answers, world)
         slo = options.scheduler.slo
@@ -117,7 +120,6 @@ class Simulation:
         )
         self.hindsight = Hindsight(options.cluster, self.cluster.workers, self.watch, slo)
         self._observer = observer
-        self._inbox: deque[Event] = deque()
         self._tick_s: float | None = None
         self._last_tick_s = -1.0
         self._ticks_now = 0
@@ -130,7 +132,7 @@ class Simulation:
             self._plan_outage(outage)
 
     def feed(self, trace: Iterable[TraceRequest]) -> None:
-        """Plan the arrival of every request of `trace`."""
+        """Take in every request of `trace`, before the run."""
         origin_s: float | None = None
         for index, row in enumerate(trace):
             origin_s = row.timestamp_s if origin_s is None else origin_s
@@ -145,25 +147,30 @@ class Simulation:
                 session=row.session,
             )
             self.records[request.id] = RequestRecord(index, request, arrival_s, output_tokens)
-            self.loop.at(arrival_s, At.ARRIVAL, self._deliver, RequestArrived(request))
 
     def run(self) -> None:
         """Let virtual time pass until nothing is left to happen."""
         self._drain()
+        self._plan_arrival(iter(self.records.values()))
         self.watch.start()
         self.loop.run(self._drain)
+
+    def _plan_arrival(self, coming: Iterator[RequestRecord]) -> None:
+        """One at a time, so that what is planned stays few."""
+        record = next(coming, None)
+        if record is not None:
+            self.loop.at(record.arrival_s, At.ARRIVAL, self._arrive, record, coming)
+
+    def _arrive(self, record: RequestRecord, coming: Iterator[RequestRecord]) -> None:
+        self.loop.inbox.append(RequestArrived(record.request))
+        self._plan_arrival(coming)
 
     def _refused(self, record: RequestRecord, rejection: Rejection) -> None:
         self.hindsight.note(record, rejection, self.loop.now)
 
-    def _deliver(self, event: Event) -> None:
-        self._inbox.append(event)
-
     def _drain(self) -> None:
         """Hand over every event of this moment, and carry out what the scheduler answers."""
-        inbox, handle, execute, now = self._inbox, self.scheduler.handle, self.cluster.execute, self.loop.now
-        if not inbox:
-            return
+        inbox, handle, execute, now = self.loop.inbox, self.scheduler.handle, self.cluster.execute, self.loop.now
         while inbox:
             event = inbox.popleft()
             commands = handle(event, now)
@@ -190,7 +197,7 @@ class Simulation:
         self._last_tick_s = due_s
         if self._ticks_now > MAX_TICKS_AT_ONCE:
             raise InvariantError(f"the scheduler asks for a tick at {due_s} s again and again; virtual time stands still")
-        self._deliver(Tick())
+        self.loop.inbox.append(Tick())
 
     def _plan_outage(self, outage: Outage) -> None:
         if outage.worker not in self._specs:
@@ -200,6 +207,18 @@ class Simulation:
         if outage.back_s is not None:
             spec = self._specs[outage.worker]
             self.loop.at(outage.back_s, At.COMPLETION, self.cluster.join, spec, self._lives[outage.worker])
+
+
+@contextmanager
+def _reference_counts_only() -> Iterator[None]:
+    """A run makes no cycles worth finding, and keeps much that a search for them would walk over again and again."""
+    searched = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if searched:
+            gc.enable()
 
 
 def worker_specs(options: SimulationOptions) -> list[WorkerSpec]:
