@@ -62,8 +62,11 @@ class StepLog:
 
 
 class EngineLimits(NamedTuple):
-    """What an engine announced of its speed, and its bounds. Without `chunked` a prompt is computed in one step however long it is; `hold_output` sets room
-    aside for a request's output too, as an engine that also decodes must."""
+    """What an engine announced of its speed, and its bounds.
+
+    Without `chunked` a prompt is computed in one step however long it is; `hold_output` sets room aside for a request's output
+    too, as an engine that also decodes must.
+    """
 
     profile: CostProfile
     step_tokens: int
@@ -276,7 +279,7 @@ class PrefillEngine:
         self._wake()
 
     def _share_out(self, step: list[Slice], duration_s: float) -> None:
-        """What each prompt of a step would have taken alone: as the profile says, by as much as it is wrong of the whole step."""
+        """What each prompt would have taken alone: as the profile says, by as much as it is wrong of the whole step."""
         if len(step) == 1:
             step[0].job.compute_s += duration_s
             return
