@@ -59,11 +59,12 @@ def main() -> None:
     own = {"serve", "config", "model", "key", "explain", "verify", "counterfactual", "doctor", "--version"}
     if not own & set(sys.argv[1:2]):
         from conductor.flight_log import recording
+        from conductor.policies_loader import load_policy
         from models.cache import cache_root
         from traces import commands, sim_commands
 
         commands.register(app)
-        sim_commands.register(app, recording, cache_root() / "profiles")
+        sim_commands.register(app, recording, cache_root() / "profiles", load_policy)
     app()
 
 
@@ -295,17 +296,16 @@ def counterfactual(
 ) -> None:
     """What another policy would have made of a flight log's arrivals, request by request and in total."""
     from conductor.core.config import SchedulerConfig
-    from conductor.core.policies import policy_named
     from conductor.flight_log import FlightLogError, read
+    from conductor.policies_loader import load_policy
     from traces import counterfactual, counterfactual_command
     from traces.clusters.profile import load_profile
 
     try:
-        policy_named(policy)
         header, records = read(log, SchedulerConfig)
         other = replace(header.scheduler, policy=policy, admission=admission or header.scheduler.admission)
         truth = None if cluster is None else load_profile(cluster)
-        differences = counterfactual.compare(counterfactual.read_flight(records), header.scheduler, other, truth)
+        differences = counterfactual.compare(counterfactual.read_flight(records), header.scheduler, other, load_policy, truth)
     except (FlightLogError, ValueError) as error:
         raise fail(str(error), ExitCode.BAD_INPUT) from None
     if as_json:
