@@ -47,6 +47,8 @@ class SchedulerPort(Protocol):
 
     def worker_belief(self) -> Mapping[WorkerId, Mapping[str, Any]]: ...
 
+    def overview(self, now: float) -> Mapping[str, Any]: ...
+
 
 class RequestCancelledError(Exception):
     """The request was cancelled before it was placed."""
@@ -181,6 +183,10 @@ class ConductorRuntime:
     async def decision(self, request_id: RequestId) -> Mapping[str, Any] | None:
         """The decision record as JSON values, or None when it is not known (any more)."""
         return self._scheduler.decision_record(request_id)
+
+    async def overview(self) -> Mapping[str, Any]:
+        """The last decisions and what the last requests add up to, as JSON values."""
+        return self._scheduler.overview(self._ports.clock())
 
     async def status(self) -> ClusterStatus:
         """A picture of the cluster."""

@@ -8,8 +8,9 @@ prefill began and ended, how much was really reused, the true time to first toke
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from conductor.core.commands import Command, Reject, ResumeRequest, StartDecode
@@ -99,6 +100,10 @@ class DecisionLog:
         if len(attempts) > 1:
             described["earlier_attempts"] = [_described(record) for record in attempts[:-1]]
         return described
+
+    def recent(self, limit: int) -> list[Sequence[Record]]:
+        """The attempts of the requests decided last, the newest request first."""
+        return list(islice(reversed(self._records.values()), limit))
 
     def _note(self, told: Any, fill: Any, now: float) -> None:
         rejection = getattr(told, "rejection", None)

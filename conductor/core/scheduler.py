@@ -47,19 +47,13 @@ from conductor.core.events import (
 from conductor.core.late_binding import LateBinding
 from conductor.core.learning import Learning
 from conductor.core.migration import Migration
+from conductor.core.overview import Overview
 from conductor.core.placement import Choice, Policy, Situation
 from conductor.core.policies import policy_named
 from conductor.core.policies.conductor import least_work_s
 from conductor.core.prefix_index import PrefixIndex
 from conductor.core.requests import Outcome, Phase, RequestState, RequestTable
-from conductor.core.types import (
-    SLO,
-    FinishReason,
-    Rejection,
-    RejectReason,
-    RequestId,
-    WorkerId,
-)
+from conductor.core.types import SLO, FinishReason, Rejection, RejectReason, RequestId, WorkerId
 
 FREEING = frozenset((PrefillFinished, HandoverFinished, RequestFailed, RequestCancelled, WorkerJoined, WorkerLost))
 """Events after which a prefill worker may be free that was not before."""
@@ -136,6 +130,10 @@ class Scheduler:
     def worker_belief(self) -> dict[WorkerId, dict[str, Any]]:
         """What is believed of each worker, as JSON values."""
         return self._view.describe(self._now, self._learning.trust)
+
+    def overview(self, now: float) -> dict[str, Any]:
+        """The last decisions and what the last requests add up to, as JSON values."""
+        return Overview(self.config, self._log, self._index, self._view).describe(now)
 
     def copies_in_flight(self) -> list[dict[str, Any]]:
         """The background copies under way and why each was thought worth its cost, as JSON values."""
