@@ -56,7 +56,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")
 
 def main() -> None:
     """Entry point. Mounts the trace commands unless a command of this module is named."""
-    own = {"serve", "config", "model", "key", "explain", "verify", "counterfactual", "doctor", "--version"}
+    own = {"serve", "config", "model", "key", "explain", "verify", "counterfactual", "doctor", "top", "--version"}
     if not own & set(sys.argv[1:2]):
         from conductor.flight_log import recording
         from models.cache import cache_root
@@ -327,6 +327,30 @@ def doctor(config: ConfigFile = None, as_json: AsJson = False) -> None:
             typer.echo(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.check}: {finding.found}")
     if not all(finding.ok for finding in findings):
         raise typer.Exit(ExitCode.FAILED)
+
+
+@app.command()
+def top(
+    url: Url = "http://127.0.0.1:8000",
+    once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one picture as JSON and end.")] = False,
+) -> None:
+    """Watch a gateway and its cluster. Where keys are asked for: the admin port, and the key in CONDUCTOR_OPERATOR_KEY."""
+    from conductor import top as watching
+
+    key = os.environ.get("CONDUCTOR_OPERATOR_KEY")
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    try:
+        if as_json:
+            typer.echo(json.dumps(next(watching.pictures(url, key)), indent=2))
+        elif once:
+            console.print(watching.render(next(watching.pictures(url, key)), None))
+        else:
+            watching.watch(url, key, console)
+    except watching.WatchError as error:
+        raise fail(str(error), ExitCode.FAILED if error.refused else ExitCode.UNREACHABLE) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(ExitCode.DONE) from None
 
 
 def show_values(values: dict[str, Any], as_json: bool) -> None:
