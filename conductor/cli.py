@@ -110,11 +110,15 @@ def serve(
     decode: Annotated[int | None, typer.Option(help="Decode workers.")] = None,
     policy: Annotated[str | None, typer.Option(help="Placement policy.")] = None,
     address: Annotated[str | None, typer.Option(help="Ray cluster to join instead of starting one.")] = None,
+    attach: Annotated[
+        bool, typer.Option("--attach", help="Join the Conductor that runs there instead of starting one.")
+    ] = False,
     flight_log: Annotated[Path | None, typer.Option(help="Directory for flight logs.")] = None,
 ) -> None:
     """Start a cluster and serve a model over the OpenAI API."""
     flags = {"gateway.host": host, "gateway.port": port, "model.name": model, "workers.prefill": prefill}
     flags |= {"workers.decode": decode, "scheduler.policy": policy, "cluster.address": address}
+    flags |= {"cluster.attach": attach or None}
     flags |= {"flight_log.directory": None if flight_log is None else str(flight_log)}
     progress = progress_since(monotonic())
     loaded = load_config(config, flags)

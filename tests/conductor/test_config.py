@@ -119,3 +119,15 @@ def test_a_policy_that_does_not_exist_is_told_with_its_source() -> None:
 def test_a_policy_may_be_a_function_of_ones_own() -> None:
     loaded = load(flags={"scheduler.policy": "conductor.core.policies.baselines:place_random"})
     assert loaded.config.scheduler.policy == "conductor.core.policies.baselines:place_random"
+
+
+def test_attaching_needs_an_address() -> None:
+    with pytest.raises(ConfigError, match="attach is set and address is not"):
+        load(None, {}, {"cluster.attach": True})
+
+
+@pytest.mark.parametrize("key", ["workers.prefill_labels", "workers.decode_resources", "cluster.conductor_labels"])
+@pytest.mark.parametrize("value", [["zone"], ["a b=c"], ["=1"], "zone=a"])
+def test_a_demand_on_a_node_is_a_list_of_pairs(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+        load(None, {}, {key: value})
