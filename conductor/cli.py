@@ -222,7 +222,7 @@ def explain(
     log: Annotated[Path | None, typer.Option(help="Read a flight log instead of asking a gateway.", metavar="LOG")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Why a request was placed where it was, or refused, and what came of it."""
+    """Why a request was placed where it was, or refused, and what came of it. Where keys are asked for: CONDUCTOR_API_KEY."""
     from conductor.explain import render
 
     record = decision_from_gateway(request_id, url) if log is None else decision_from_log(request_id, log)
@@ -256,8 +256,10 @@ def decision_from_log(request_id: str, log: Path) -> Mapping[str, Any]:
 def decision_from_gateway(request_id: str, url: str) -> Mapping[str, Any]:
     import httpx
 
+    key = os.environ.get("CONDUCTOR_API_KEY")
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
     try:
-        answer = httpx.get(f"{url.rstrip('/')}/v1/decisions/{request_id}", timeout=10)
+        answer = httpx.get(f"{url.rstrip('/')}/v1/decisions/{request_id}", headers=headers, timeout=10)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise fail(f"{url} does not answer: {error}", ExitCode.UNREACHABLE) from None
     if answer.status_code == httpx.codes.NOT_FOUND:

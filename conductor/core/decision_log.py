@@ -181,6 +181,7 @@ def _described(record: Record) -> dict[str, Any]:
         "prompt_tokens": request.prompt_tokens,
         "priority": request.priority.name.lower(),
         "traffic_class": request.traffic_class,
+        "tenant": request.tenant,
         "arrived_s": record.arrived_s,
         "waited_s": waited_s,
         "decision": "placed" if isinstance(decision, Placement) else "rejected",

@@ -121,8 +121,9 @@ class ScriptedEngine:
         self.cancelled.append(request_id)
 
     async def decision(self, request_id: str) -> Mapping[str, Any] | None:
-        known = any(job.request.id == request_id for job in self.jobs)
-        return {"request_id": request_id, "candidates": [{"worker": "p0", "queue_s": 0.1}]} if known else None
+        tenant = next((job.request.tenant for job in self.jobs if job.request.id == request_id), None)
+        known = {"request_id": request_id, "tenant": tenant, "candidates": [{"worker": "p0", "queue_s": 0.1}]}
+        return None if tenant is None else known
 
     async def overview(self) -> Mapping[str, Any]:
         if isinstance(self.picture, Exception):
