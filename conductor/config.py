@@ -24,6 +24,7 @@ from conductor.gateway.settings import GatewaySettings
 from conductor.policies_loader import PolicyError, load_policy
 
 ENVIRONMENT_PREFIX = "CONDUCTOR__"
+RAY_ADDRESS = "RAY_ADDRESS"
 DEFAULT_TTFT_SLO_S = 30.0  # the objective of the Mooncake paper's experiments (FAST'25, section 5.1)
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -150,6 +151,8 @@ def load(
     layers: list[tuple[str, Any, str]] = []
     if file is not None:
         layers += [(key, value, f"file {file}") for key, value in _leaves(_read_yaml(file))]
+    if (environment or {}).get(RAY_ADDRESS):  # Ray's own word for the cluster to join; every Ray job has it
+        layers.append(("cluster.address", (environment or {})[RAY_ADDRESS], f"environment {RAY_ADDRESS}"))
     for name, text in sorted((environment or {}).items()):
         if name.startswith(ENVIRONMENT_PREFIX):
             key = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")

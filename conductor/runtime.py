@@ -264,6 +264,8 @@ class ConductorRuntime:
         return event
 
     def _step(self, event: Event) -> list[Command]:
+        if isinstance(event, ev.RequestResumed) and event.request.id not in self._in_flight:
+            return []  # it was cancelled since it was posted
         now = self._ports.clock()
         commands = self._scheduler.handle(event, now)
         self._count(self._ports.clock() - now, len(commands))

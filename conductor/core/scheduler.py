@@ -86,8 +86,8 @@ class Scheduler:
         self._books = Bookings(self._view, self._index)
         self._assessor = Assessor(self.config, self._index, self._view, self._learning.outputs, lambda: self._line.load)
         self._line = LateBinding(self.config.queue, self._view, self._policy, self._assessor.assess)
-        wanted = self.config.late_binding
-        self._late_binding = self.config.policy == "conductor" if wanted is None else wanted
+        late = self.config.late_binding
+        self._late_binding = self.config.policy == "conductor" if late is None else late
         self._handlers: dict[type, Callable[[Any, float], list[Command]]] = {
             RequestArrived: self._handle_request_arrived,
             RequestResumed: self._handle_request_resumed,
@@ -163,7 +163,9 @@ class Scheduler:
 
     def _handle_request_resumed(self, event: RequestResumed, now: float) -> list[Command]:
         state = self._requests.get(event.request.id)
-        if state is None or state.phase is not Phase.INTERRUPTED or event.request.attempt != state.request.attempt + 1:
+        if state is None:  # word came meanwhile that the attempt had finished, but not all of its output came through
+            return self._handle_request_arrived(RequestArrived(event.request), now)
+        if state.phase is not Phase.INTERRUPTED or event.request.attempt != state.request.attempt + 1:
             return []
         self._continuations.forget(event.request.id)
         state.request = event.request
@@ -299,6 +301,8 @@ class Scheduler:
     def _handle_request_finished(self, event: RequestFinished, now: float) -> list[Command]:
         state = self._requests.attempt(event.request_id, event.attempt)
         if state is None:
+            if self._continuations.finished(event):
+                self._requests.end(event.request_id, Outcome.FINISHED)
             return []
         self._learning.finished(state, event, now)
         self._books.release(state, now)
@@ -364,8 +368,7 @@ class Scheduler:
         return commands
 
     def _handle_worker_draining(self, event: WorkerDraining, now: float) -> list[Command]:
-        if event.worker_id in self._view.epochs:
-            self._view.drain(event.worker_id)
+        self._view.drain(event.worker_id)
         return []
 
     def _handle_load_reported(self, event: LoadReported, now: float) -> list[Command]:

@@ -106,7 +106,7 @@ def test_compare_serve_and_replay_run_as_jobs(head: Head) -> None:
     assert "random" in compared.stdout
 
     port = free_port()
-    serve = ["serve", "--address", "auto", "--port", str(port), "--prefill", "1", "--decode", "1"]
+    serve = ["serve", "--port", str(port), "--prefill", "1", "--decode", "1"]
     started = head.submit(*CONDUCTOR, *serve, "--flight-log", "flight", wait=False, name="serving")
     assert started.returncode == 0, started.stderr
     eventually(lambda: is_ready(port), within_s=120)
