@@ -47,6 +47,8 @@ class SchedulerPort(Protocol):
 
     def worker_belief(self) -> Mapping[WorkerId, Mapping[str, Any]]: ...
 
+    def overview(self, now: float) -> Mapping[str, Any]: ...
+
 
 class RequestCancelledError(Exception):
     """The request was cancelled before it was placed."""
@@ -182,6 +184,10 @@ class ConductorRuntime:
         """The decision record as JSON values, or None when it is not known (any more)."""
         return self._scheduler.decision_record(request_id)
 
+    async def overview(self) -> Mapping[str, Any]:
+        """The last decisions and what the last requests add up to, as JSON values."""
+        return self._scheduler.overview(self._ports.clock())
+
     async def status(self) -> ClusterStatus:
         """A picture of the cluster."""
         missing = self._calls.missing_roles()
@@ -258,6 +264,8 @@ class ConductorRuntime:
         return event
 
     def _step(self, event: Event) -> list[Command]:
+        if isinstance(event, ev.RequestResumed) and event.request.id not in self._in_flight:
+            return []  # it was cancelled since it was posted
         now = self._ports.clock()
         commands = self._scheduler.handle(event, now)
         self._count(self._ports.clock() - now, len(commands))

@@ -192,6 +192,7 @@ async def _serve(config: Config, prepared: Prepared, listeners: Listeners, progr
         client = RayEngineClient(cluster.conductor, prepared.hash_prompt)
         stack.push_async_callback(client.close)
         await client.start()
+        await _check_model(client, prepared.card.name)
         tracing = Tracing(tracing_from(os.environ))
         stack.callback(tracing.close)
         app = create_app(client, prepared.served, config.gateway, tracing)
@@ -199,6 +200,14 @@ async def _serve(config: Config, prepared: Prepared, listeners: Listeners, progr
         progress(_ready_lines(listeners.gateway, prepared.served.name, config.gateway))
         await signals.server.serve(sockets=[listeners.gateway])
         progress("stopping the workers")
+
+
+async def _check_model(client: RayEngineClient, model: str) -> None:
+    """A gateway that attaches must ask for what is served there. Raises `ServeError`."""
+    status = await client.status()
+    served = {str(worker["model"]) for worker in status.workers.values()}
+    if served and model not in served:
+        raise ServeError(f"model.name is {model!r}; the workers of this cluster serve {', '.join(sorted(served))}")
 
 
 def _ready_lines(listener: socket.socket, model: str, settings: GatewaySettings) -> str:

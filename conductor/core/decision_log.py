@@ -8,8 +8,9 @@ prefill began and ended, how much was really reused, the true time to first toke
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from conductor.core.commands import Command, Reject, ResumeRequest, StartDecode
@@ -97,6 +98,10 @@ class DecisionLog:
             described["earlier_attempts"] = [_described(record) for record in attempts[:-1]]
         return described
 
+    def recent(self, limit: int) -> list[Sequence[Record]]:
+        """The attempts of the requests decided last, the newest request first."""
+        return list(islice(reversed(self._records.values()), limit))
+
     def _note(self, told: Any, fill: Any, now: float) -> None:
         rejection = getattr(told, "rejection", None)
         attempts = self._records.get(told.request_id if rejection is None else rejection.request_id)
@@ -173,6 +178,7 @@ def _described(record: Record) -> dict[str, Any]:
         "prompt_tokens": request.prompt_tokens,
         "priority": request.priority.name.lower(),
         "traffic_class": request.traffic_class,
+        "tenant": request.tenant,
         "arrived_s": record.arrived_s,
         "waited_s": waited_s,
         "decision": "placed" if isinstance(decision, Placement) else "rejected",

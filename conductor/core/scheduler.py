@@ -47,19 +47,13 @@ from conductor.core.events import (
 from conductor.core.late_binding import LateBinding
 from conductor.core.learning import Learning
 from conductor.core.migration import Migration
+from conductor.core.overview import Overview
 from conductor.core.placement import Choice, Policy, Situation
 from conductor.core.policies import policy_named
 from conductor.core.policies.conductor import least_work_s
 from conductor.core.prefix_index import PrefixIndex
 from conductor.core.requests import Outcome, Phase, RequestState, RequestTable
-from conductor.core.types import (
-    SLO,
-    FinishReason,
-    Rejection,
-    RejectReason,
-    RequestId,
-    WorkerId,
-)
+from conductor.core.types import SLO, FinishReason, Rejection, RejectReason, RequestId, WorkerId
 
 FREEING = frozenset((PrefillFinished, HandoverFinished, RequestFailed, RequestCancelled, WorkerJoined, WorkerLost))
 """Events after which a prefill worker may be free that was not before."""
@@ -146,6 +140,10 @@ class Scheduler:
         """What is believed of each worker, as JSON values."""
         return self._view.describe(self._now, self._learning.trust)
 
+    def overview(self, now: float) -> dict[str, Any]:
+        """The last decisions and what the last requests add up to, as JSON values."""
+        return Overview(self.config, self._log, self._index, self._view).describe(now)
+
     def copies_in_flight(self) -> list[dict[str, Any]]:
         """The background copies under way and why each was thought worth its cost, as JSON values."""
         return self._migration.explain()
@@ -178,7 +176,9 @@ class Scheduler:
 
     def _handle_request_resumed(self, event: RequestResumed, now: float) -> list[Command]:
         state = self._requests.get(event.request.id)
-        if state is None or state.phase is not Phase.INTERRUPTED or event.request.attempt != state.request.attempt + 1:
+        if state is None:  # word came meanwhile that the attempt had finished, but not all of its output came through
+            return self._handle_request_arrived(RequestArrived(event.request), now)
+        if state.phase is not Phase.INTERRUPTED or event.request.attempt != state.request.attempt + 1:
             return []
         self._continuations.forget(event.request.id)
         state.request = event.request
@@ -312,6 +312,8 @@ class Scheduler:
     def _handle_request_finished(self, event: RequestFinished, now: float) -> list[Command]:
         state = self._requests.attempt(event.request_id, event.attempt)
         if state is None:
+            if self._continuations.finished(event):
+                self._requests.end(event.request_id, Outcome.FINISHED)
             return []
         self._learning.finished(state, event, now)
         self._books.release(state, now)
