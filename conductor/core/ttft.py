@@ -150,9 +150,11 @@ def prefill_terms(request: Request, match: PrefixMatch, view: ClusterView, block
     depths = match.depths.take(pool.slot)
     if len(request.block_hashes) > most_blocks:
         np.minimum(depths, most_blocks, out=depths)
-    local: FloatArray = depths * float(block_tokens)
+    local: FloatArray = depths.astype(np.float64)
     if pool.distrusted:
-        local = np.floor(depths * pool.trust) * float(block_tokens)
+        local *= pool.trust
+        np.floor(local, out=local)
+    local *= float(block_tokens)
     best_blocks = min(int(match.confirmed.item(match.confirmed.argmax())), most_blocks)
     return PrefillTerms(
         view=view,
