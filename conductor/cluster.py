@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from conductor.runtime import ConductorRuntime, Ports
 
 if TYPE_CHECKING:  # actors import this module, and need no configuration files, schemas or gateway
     from conductor.config import ClusterSection, Config, FlightLogSection
+    from workers.kv_store.settings import StoreSettings
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,7 @@ CONDUCTOR_CONCURRENCY = 20_000  # submissions that wait for a decision each hold
 WORKER_CONCURRENCY = 4_000
 MAX_RESTART_DELAY_S = 30.0
 MIB = 2**20
+CLOSE_TIMEOUT_S = 6.0
 
 Progress = Callable[[str], None]
 
@@ -102,13 +105,39 @@ def plan_workers(config: Config) -> list[WorkerPlan]:
     from workers.decode import DecodeWorker
     from workers.prefill import PrefillWorker
 
-    section = config.workers
-    prefill = [_plan(config, Role.PREFILL, number, PrefillWorker) for number in range(section.prefill)]
-    decode = [_plan(config, Role.DECODE, number, DecodeWorker) for number in range(section.decode)]
+    section, store = config.workers, _store_settings(config)
+    prefill = [_plan(config, store, Role.PREFILL, number, PrefillWorker) for number in range(section.prefill)]
+    decode = [_plan(config, store, Role.DECODE, number, DecodeWorker) for number in range(section.decode)]
     return prefill + decode
 
 
-def _plan(config: Config, role: Role, number: int, actor_class: type) -> WorkerPlan:
+def _store_settings(config: Config) -> StoreSettings:
+    """The tiers of every worker of this deployment, which has the memory of its hosts to itself. Raises `ClusterError`."""
+    from workers.kv_store.retention import DAY_S, RetentionPolicy
+    from workers.kv_store.settings import StoreSettings
+
+    section = config.store
+    targets_s = {"agent": section.agent_retention_days * DAY_S, "chat": section.chat_retention_days * DAY_S}
+    throttle = section.throttle_mib_per_s
+    try:
+        return StoreSettings(
+            deployment=f"{config.cluster.namespace}-{uuid.uuid4().hex[:12]}",
+            host_bytes=section.host_mib * MIB,
+            disk_directory=section.disk_directory,
+            disk_bytes=section.disk_mib * MIB,
+            shared_paths=section.shared_paths,
+            shared_bytes=section.shared_mib * MIB,
+            retention=RetentionPolicy(
+                section.high_watermark, section.low_watermark, targets_s, section.other_retention_days * DAY_S
+            ),
+            queue_blocks=section.queue_blocks,
+            throttle_bytes_per_s=None if throttle is None else throttle * MIB,
+        )
+    except ValueError as error:
+        raise ClusterError(f"store: {error}") from None
+
+
+def _plan(config: Config, store: StoreSettings, role: Role, number: int, actor_class: type) -> WorkerPlan:
     from workers.config import WorkerConfig
 
     section, worker_id = config.workers, f"{role.value}-{number}"
@@ -126,6 +155,7 @@ def _plan(config: Config, role: Role, number: int, actor_class: type) -> WorkerP
             compute_dtype=config.model.compute_dtype,
             kv_dtype=config.model.kv_dtype,
             transport=section.transport,
+            store=store,
         )
     except ValueError as error:
         raise ClusterError(f"workers: {error}") from None
@@ -183,6 +213,7 @@ class Cluster:
         import ray
 
         if not self.config.cluster.detached:
+            await asyncio.gather(*(self._close_worker(handle) for handle in self._handles.values()))
             for handle in self._handles.values():
                 ray.kill(handle)
             if self._conductor is not None:
@@ -229,6 +260,14 @@ class Cluster:
         self._specs[plan.id] = spec
         await self.conductor.join.remote(spec, handle)
         self._progress(f"{plan.id} has joined")
+
+    async def _close_worker(self, handle: Any) -> None:
+        """Let a worker write what waits for its disk and give its host's memory back, if it can be reached."""
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await handle.close.remote()
+        except Exception as error:
+            logger.info("a worker did not close by itself: %s", type(error).__name__)
 
     async def _in_time(self, work: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
         try:
