@@ -12,7 +12,7 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -160,6 +160,13 @@ def _plan(config: Config, store: StoreSettings, role: Role, number: int, actor_c
     except ValueError as error:
         raise ClusterError(f"workers: {error}") from None
     return WorkerPlan(worker_id, role, section.threads, actor_class, worker_config)
+
+
+def stored_blocks(directory: Path, *, payloads: bool) -> Iterator[Any]:
+    """The records of a store directory that no worker need have open; see `workers/kv_store/inspection.py`."""
+    from workers.kv_store.inspection import stored_blocks
+
+    return stored_blocks(directory, payloads=payloads)
 
 
 class Cluster:

@@ -46,3 +46,6 @@ class EngineClient(Protocol):
         """Everything known of one decision as JSON values: candidates with their terms, the choice, what happened."""
 
     async def status(self) -> ClusterStatus: ...
+
+    async def cache_command(self, action: str, name: BlockHash | None) -> Mapping[str, Any]:
+        """What every worker answers to an operator's question about its tiers; see `gateway/admin_cache.py`."""

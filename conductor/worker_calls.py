@@ -122,6 +122,15 @@ class WorkerCalls:
         else:
             self.call(worker, call, failed)
 
+    async def ask_everybody(self, call: Call) -> dict[WorkerId, Any]:
+        """The answer of every worker; a worker that gives none answers with its error."""
+        workers = dict(sorted(self.workers.items()))
+        answers = await asyncio.gather(*(call(worker.handle) for worker in workers.values()), return_exceptions=True)
+        return {
+            worker_id: {"error": f"{type(answer).__name__}: {answer}"} if isinstance(answer, BaseException) else answer
+            for worker_id, answer in zip(workers, answers, strict=True)
+        }
+
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` until it ends or `stop` is called."""
         task = asyncio.get_running_loop().create_task(work)

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ from conductor.core.types import BlockHash, FinishReason, RequestId, Tier, Worke
 from workers.assembly import Build, build_parts, node_of, warm_up
 from workers.block_pool import OutOfBlocks
 from workers.block_rows import Restored, pool_rows, restore
+from workers.cache_commands import carry_out
 from workers.config import WorkerConfig
 from workers.jobs import JobKey, job_key, last_output
 from workers.kv_store.base import KVStoreError
@@ -132,7 +134,18 @@ class WorkerActor(ABC):
             "protocol": self.transport.protocol,
             "unread_outputs": self._channels.unread,
             "attached": self._reporter.attached,
+            "pid": os.getpid(),
+            "tiers": [asdict(report) for report in await asyncio.to_thread(self.store.reports)],
         }
+
+    async def cache_command(self, action: str, name: BlockHash | None) -> dict[str, Any]:
+        """What an operator asks of this worker's tiers: `stats`, or an action of `cache_commands.py`."""
+        if action == "stats":
+            reports = await asyncio.to_thread(self.store.reports)
+            return {report.tier.name.lower(): asdict(report) for report in reports}
+        done = await asyncio.to_thread(carry_out, tuple(self.store.tiers.values()), action, name)
+        self._reporter.touch()
+        return done
 
     async def outputs(self, channel: str) -> AsyncIterator[list[TokenOutput]]:
         """Outputs for one gateway as they come. A second consumer of a channel takes over."""

@@ -144,7 +144,8 @@ class BlobTier(KVTier):
         try:
             with self._writing():
                 self._touch_parents(blocks)
-                for block in blocks[: self._make_room(len(blocks))]:
+                missing = [block for block in blocks if not self._exists(block.name)]
+                for block in missing[: self._make_room(len(missing))]:
                     count += self._put(block)
             self._failure = None
         except OSError as error:

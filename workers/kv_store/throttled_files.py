@@ -17,7 +17,7 @@ class ThrottledFiles(Files):
         self._bytes_per_s, self._sleep = bytes_per_s, sleep
 
     def append(self, path: Path, buffers: Sequence[bytes | KVArray]) -> None:
-        self._wait(sum(len(memoryview(buffer)) for buffer in buffers))
+        self._wait(sum(len(buffer) if isinstance(buffer, bytes) else buffer.nbytes for buffer in buffers))
         super().append(path, buffers)
 
     def read(self, path: Path, offset: int, count: int) -> KVArray:
