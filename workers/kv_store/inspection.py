@@ -38,8 +38,10 @@ class StoredBlock:
 def stored_blocks(directory: Path, *, payloads: bool = False) -> Iterator[StoredBlock]:
     """Every record below a directory, in order of its files; with `payloads`, checksums are verified."""
     files = Files()
-    for root in sorted(path for path in directory.rglob("*") if path.is_dir() and _is_fingerprint(path.name)):
-        pins = {name.name for name in (root / PIN_DIRECTORY).glob("*")}
+    roots = sorted(path for path in directory.rglob("*") if path.is_dir() and _is_fingerprint(path.name))
+    pinned = {(root.name, pin.name) for root in roots for pin in (root / PIN_DIRECTORY).glob("*")}
+    for root in roots:
+        pins = {pin for fingerprint, pin in pinned if fingerprint == root.name}
         for path in sorted(root.rglob("*")):
             if path.suffix in (BLOCK_SUFFIX, SEGMENT_SUFFIX) and QUARANTINE not in path.relative_to(root).parts:
                 yield from _records(path, root.name, pins, files, payloads=payloads)
