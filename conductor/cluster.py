@@ -131,6 +131,7 @@ def _store_settings(config: Config) -> StoreSettings:
                 section.high_watermark, section.low_watermark, targets_s, section.other_retention_days * DAY_S
             ),
             queue_blocks=section.queue_blocks,
+            look_interval_s=section.look_interval_s,
             throttle_bytes_per_s=None if throttle is None else throttle * MIB,
         )
     except ValueError as error:

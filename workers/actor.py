@@ -280,9 +280,14 @@ class WorkerActor(ABC):
             self._reap()
 
     async def _keep_telling_of_tiers(self) -> None:
+        settings, looked_s = self.config.store, time.monotonic()
         while True:
             self._reporter.tell_tiers(await asyncio.to_thread(self.store.reports))
-            await asyncio.sleep(self.config.store.report_interval_s)
+            if time.monotonic() - looked_s >= settings.look_interval_s:
+                looked_s = time.monotonic()
+                if await asyncio.to_thread(self.store.has_news):
+                    self._reporter.ask_snapshot()
+            await asyncio.sleep(settings.report_interval_s)
 
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work)

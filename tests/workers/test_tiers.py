@@ -287,13 +287,15 @@ async def test_another_namespace_finds_nothing(cluster: Cluster, store: StoreSet
 
 
 async def test_two_clusters_share_one_directory(store: StoreSettings) -> None:
-    """Each finds what the other has stored; nothing else of them touches."""
-    shared = only(store, Tier.SHARED)
+    """Each learns of what the other has stored, and finds it; nothing else of them touches."""
+    shared = replace(only(store, Tier.SHARED), look_interval_s=0.02)
     first, second = Cluster(), Cluster()
     try:
-        await filled(first, shared)
         await join(second, "p0", store=replace(shared, deployment="other"))
         await join(second, "d0")
+        await filled(first, shared)
+        wanted = set(make_job("r", PROMPT).request.block_hashes)
+        await until(lambda: any(wanted <= set(e.blocks.get(Tier.SHARED, ())) for e in second.conductor.of(IndexSnapshot)))
         assert await run(second, "p0", Tier.SHARED) == REUSED
     finally:
         await first.close()

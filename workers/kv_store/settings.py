@@ -13,6 +13,7 @@ class StoreSettings:
     """`deployment` names the workers that share a host's memory. `queue_blocks` bounds what waits to be written to one tier.
 
     `disk_bytes` bounds what this worker keeps on disk, `host_bytes` and `shared_bytes` the whole tier.
+    Every `look_interval_s` a worker looks whether other clusters have changed the shared tier.
     `throttle_bytes_per_s` slows every read and write of disk and shared tier down, for tests and demonstrations.
     """
 
@@ -26,6 +27,7 @@ class StoreSettings:
     queue_blocks: int = 4096
     throttle_bytes_per_s: float | None = None
     report_interval_s: float = 1.0
+    look_interval_s: float = 60.0
 
     def __post_init__(self) -> None:
         for name in ("host_bytes", "disk_bytes", "shared_bytes"):
