@@ -58,13 +58,17 @@ class MountedBlobs:
             self._files.make_dir(path.parent)
         try:
             self._files.append(temporary, buffers)
-            if self._sync:
-                self._files.sync(temporary)
+            self._finish(temporary)
             self._files.publish(temporary, path)
         except OSError:
             self._files.unlink(temporary)
             raise
         self._made.add(path.parent)
+
+    def _finish(self, temporary: Path) -> None:
+        """A file is written and not yet seen by anybody."""
+        if self._sync:
+            self._files.sync(temporary)
 
     def read(self, name: str, offset: int, count: int) -> KVArray | None:
         try:
@@ -87,6 +91,9 @@ class MountedBlobs:
 
 class MappedBlobs(MountedBlobs):
     """Files in memory: reading whole ones maps their pages, which nobody changes once a file is published."""
+
+    def _finish(self, temporary: Path) -> None:
+        self._files.collapse(temporary)
 
     def read(self, name: str, offset: int, count: int) -> KVArray | None:
         if offset or count < MAPPED_FROM_BYTES:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from workers.kv_store.pages import collapse, map_file
 from workers.kv_transfer.base import KVArray
 
 MAX_BUFFERS_A_WRITE = 512  # below every system's IOV_MAX
@@ -72,16 +72,12 @@ class Files:
         return buffer[:done]
 
     def map(self, path: Path, count: int) -> KVArray:
-        """Up to the first `count` bytes of a file, as its own pages; they stay valid when the file is unlinked."""
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            size = min(count, os.fstat(handle).st_size)
-            if size == 0:
-                return np.empty(0, dtype=np.uint8)
-            pages = mmap.mmap(handle, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
-        finally:
-            os.close(handle)
-        return np.frombuffer(pages, dtype=np.uint8)
+        """Up to the first `count` bytes of a file in memory, as its own pages; they stay valid when the file is unlinked."""
+        return map_file(path, count)
+
+    def collapse(self, path: Path) -> None:
+        """Make a file in memory cheap to map, where that can be had."""
+        collapse(path)
 
     def publish(self, temporary: Path, path: Path) -> None:
         """Give a complete file its name, in one step for everybody."""

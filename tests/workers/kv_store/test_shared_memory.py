@@ -7,13 +7,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.workers.kv_store.conftest import RECORD_BYTES
-from tests.workers.kv_store.doubles import FORMAT, chain, content, new_blocks
+from tests.workers.kv_store.doubles import FORMAT, KV, chain, content, new_blocks
 from tests.workers.kv_store.test_tiers import read
+from workers.kv_store.base import BlockFormat, NewBlock
 from workers.kv_store.blobs import TEMPORARY
 from workers.kv_store.shared_memory import OwnedDirectory, SharedMemoryTier, host_directory, remove_ownerless
 
@@ -65,6 +68,26 @@ def test_what_another_process_stored_is_mapped(directory: Path) -> None:
         assert tier.snapshot() == ()
         assert all((row == content(name)).all() for name, row in zip(names, rows, strict=True))
     child.communicate("\n")
+    tier.close()
+
+
+def test_blocks_larger_than_a_huge_page_are_mapped_as_well(directory: Path) -> None:
+    """Whether or not the kernel has huge pages to give, the bytes are the block's, and damage is found."""
+    kv = replace(KV, layer_block_bytes=3 << 19)
+    large = BlockFormat("large", kv)
+    tier = SharedMemoryTier(directory, large, 64 << 20)
+    data = np.random.default_rng(1).integers(0, 256, large.block_bytes, dtype=np.uint8)
+    names = chain(0, 2)
+    assert tier.put([NewBlock(names[0], None, data), NewBlock(names[1], names[0], data[::-1].copy())]) == 2
+    with tier.read(names) as rows:
+        assert [np.array_equal(row, wanted) for row, wanted in zip(rows, (data, data[::-1]), strict=True)] == [True, True]
+        assert not any(row.flags.writeable for row in rows)
+    for path in directory.rglob("*.kv"):
+        os.truncate(path, (2 << 20) + 5)
+    assert tier.match(names) == 2
+    with tier.read(names) as rows:
+        assert rows == []
+    assert tier.stats().quarantined == 1
     tier.close()
 
 
