@@ -35,7 +35,7 @@ def collapse(path: Path) -> bool:
         return False
     finally:
         os.close(handle)
-    return _libc().madvise(_address(region) + offset, size, MADV_COLLAPSE) == 0
+    return bool(_libc().madvise(_address(region) + offset, size, MADV_COLLAPSE) == 0)
 
 
 def map_file(path: Path, count: int) -> KVArray:
