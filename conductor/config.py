@@ -104,6 +104,28 @@ class WorkersSection(Section):
     max_batch: PositiveInt = Field(default=16, description="sequences that a decode worker runs together")
 
 
+class StoreSection(Section):
+    host_mib: int = Field(default=1024, ge=0, description="memory of a host for KV that all its workers share; 0: none")
+    disk_directory: Path | None = Field(default=None, description="directory on a local disk for KV; null: none")
+    disk_mib: PositiveInt = Field(default=16384, description="what one worker keeps in disk_directory")
+    shared_paths: tuple[str, ...] = Field(
+        default=(), description="directories or URLs that every node sees, for KV; all clusters that name them share it"
+    )
+    shared_mib: PositiveInt = Field(default=65536, description="what all clusters together keep in shared_paths")
+    high_watermark: float = Field(default=0.95, gt=0, le=1, description="share of a tier's capacity where reclaim begins")
+    low_watermark: float = Field(default=0.85, gt=0, le=1, description="share of a tier's capacity where reclaim ends")
+    agent_retention_days: float = Field(default=3.0, ge=0, description="target of x-conductor-class: agent")
+    chat_retention_days: float = Field(default=7.0, ge=0, description="target of x-conductor-class: chat")
+    other_retention_days: float = Field(default=7.0, ge=0, description="target of every other class")
+    queue_blocks: PositiveInt = Field(default=4096, description="blocks that may wait to be written to one tier")
+    look_interval_s: PositiveFloat = Field(
+        default=60.0, description="how often a worker looks whether other clusters have changed shared_paths"
+    )
+    throttle_mib_per_s: PositiveFloat | None = Field(
+        default=None, description="slows disk and shared tier down, for tests and demonstrations"
+    )
+
+
 class FlightLogSection(Section):
     enabled: bool = Field(default=True, description="record every event and command")
     directory: Path | None = Field(default=None, description="where runs are recorded; null takes the user's state directory")
@@ -118,6 +140,7 @@ class Config(Section):
     cluster: ClusterSection = ClusterSection()
     model: ModelSection = ModelSection()
     workers: WorkersSection = WorkersSection()
+    store: StoreSection = StoreSection()
     scheduler: SchedulerConfig = SchedulerConfig(slo=SLO(ttft_s=DEFAULT_TTFT_SLO_S))
     gateway: GatewaySettings = GatewaySettings()
     flight_log: FlightLogSection = FlightLogSection()

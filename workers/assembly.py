@@ -1,4 +1,4 @@
-"""From a worker's configuration to its collaborators: model, device cache, engine, transport, cost profile.
+"""From a worker's configuration to its collaborators: model, device cache, engine, transport, tiers, cost profile.
 
 The only place in this package that loads weights. An actor takes the function that builds its parts as an argument, so tests
 and other models put theirs in its place.
@@ -6,8 +6,9 @@ and other models put theirs in its place.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -22,6 +23,8 @@ from models.load import LoadedModel, load_model
 from workers.config import WorkerConfig
 from workers.device_cache import DeviceCache
 from workers.engine import Engine
+from workers.kv_store.base import BlockFormat
+from workers.kv_store.opening import OpenedTiers, open_tiers
 from workers.kv_transfer.base import KVDescriptor, KVTransport
 from workers.kv_transfer.select import make_transport
 from workers.kv_transfer.throttled import LinkLimit
@@ -41,6 +44,7 @@ class WorkerParts:
     profile: CostProfile
     model_name: str
     root_of: Callable[[str], BlockHash]
+    tiers: OpenedTiers = field(default_factory=OpenedTiers)
 
 
 Build: TypeAlias = Callable[[WorkerConfig], WorkerParts]
@@ -52,13 +56,21 @@ def build_parts(config: WorkerConfig) -> WorkerParts:
     loaded = load_model(config.model, device=config.device, dtype=config.compute_dtype, kv_dtype=config.kv_dtype)
     engine = Engine(loaded.model, make_cache(config, loaded.model.layout))
     namespace = loaded.card.namespace
+    profile = config.profile or measured_profile(config, loaded, engine.cache)
+    tiers = open_tiers(config.store, BlockFormat("/".join(namespace), engine.cache.kv), node_of(config))
     return WorkerParts(
         engine=engine,
         transport=make_transport(config.transport, engine.cache.kv, config.link),
-        profile=config.profile or measured_profile(config, loaded, engine.cache),
+        profile=replace(profile, tier_bytes_per_s=tiers.speeds()),
+        tiers=tiers,
         model_name=loaded.card.name,
         root_of=lambda domain: KVNamespace(namespace, config.block_tokens, salt=domain).seed,
     )
+
+
+def node_of(config: WorkerConfig) -> str:
+    """The host whose memory and disk the worker shares."""
+    return config.node or socket.gethostname()
 
 
 def measured_profile(config: WorkerConfig, loaded: LoadedModel, cache: DeviceCache) -> CostProfile:

@@ -8,6 +8,7 @@ from typing import Any
 from conductor.core.cost_profile import CostProfile
 from conductor.core.types import Role
 from workers.batching import DEFAULT_CHUNK_TOKENS
+from workers.kv_store.settings import StoreSettings
 from workers.kv_transfer.select import TRANSPORTS
 from workers.kv_transfer.throttled import LinkLimit
 
@@ -44,6 +45,7 @@ class WorkerConfig:
     node: str | None = None
     rack: str = ""
     zone: str = ""
+    store: StoreSettings = field(default_factory=StoreSettings)
 
     def __post_init__(self) -> None:
         for name in ("worker_id", "model", "device"):

@@ -253,9 +253,12 @@ class BlockReports:
         return log
 
     def _forget(self, source: str) -> None:
+        """Drop the claims of a source, except those on what others report as well: a node's tiers and the shared one."""
         log = self._logs.get(source)
+        others = {holder for other, known in self._logs.items() if other != source for holder in known.holders}
         holders: Iterable[Holder] = () if log is None else log.holders
         for holder in holders:
-            self._index.clear(holder)
+            if holder not in others:
+                self._index.clear(holder)
         self._asked.pop(source, None)
         self._intakes.pop(source, None)

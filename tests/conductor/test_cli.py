@@ -102,7 +102,7 @@ def test_config_check_accepts_a_valid_file_and_names_the_fault_of_another(tmp_pa
 def test_config_schema_is_a_json_schema() -> None:
     """Editors can check a file against it."""
     schema = json.loads(conductor("config", "schema").stdout)
-    assert list(schema["properties"]) == ["cluster", "model", "workers", "scheduler", "gateway", "flight_log"]
+    assert list(schema["properties"]) == ["cluster", "model", "workers", "store", "scheduler", "gateway", "flight_log"]
 
 
 def flight_log(path: Path, *, tampered: bool) -> Path:
