@@ -67,7 +67,7 @@ class Scheduler:
         self._now = -math.inf
         self._migration = Migration(self.config.migration, self._view, self._index, self.config.block_tokens)
         self._books = Bookings(self._view, self._index)
-        self._assessor = Assessor(self.config, self._index, self._view, self._learning.outputs, lambda: self._line.load)
+        self._assessor = Assessor(self.config, self._index, self._view, self._learning.outputs, lambda: self._line)
         self._line = LateBinding(
             self.config.queue, self._view, self._policy, self._assessor.assess, self._assessor.may_be_taken
         )
@@ -189,7 +189,8 @@ class Scheduler:
             return self._reject(state, self._assessor.nobody(state))
         if self._line.full:
             message = f"{len(self._line)} requests are waiting, as many as are allowed"
-            one_s = self._assessor.backlog_s / len(self._line) if len(self._line) else 1.0
+            waiting = len(self._line) * len(self._view.prefill)
+            one_s = self._line.work_s / waiting if waiting else 1.0
             return self._reject(state, admission.refuse(state.request, RejectReason.QUEUE_FULL, message, one_s))
         if self.config.admission != "none" and admission.objectives(state.request, self.config) != SLO():
             hopeless = self._hopeless(state, now)
