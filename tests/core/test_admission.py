@@ -191,7 +191,7 @@ def test_calibration_ends_when_nothing_is_observed() -> None:
 
 
 def test_early_counts_of_the_central_line_what_comes_first_alone() -> None:
-    """Long prompts wait. A short one passes them, so their work is no load for it; another long one would wait for all of them."""
+    """Long prompts wait. A short one passes them, so they are no load for it; another long one would wait for all of them."""
     config = SchedulerConfig(policy="conductor", admission="early")
     driven = drive(config, cluster(prefill=1, decode=1))
     for number in range(EVIDENCE):
