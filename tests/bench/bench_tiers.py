@@ -81,7 +81,7 @@ def fill(root: Path) -> None:
 def prefill(
     seed: str, after_chunk: Callable[[Sequence[BlockHash]], None], count: int = PROMPT_TOKENS, chunk_tokens: int = CHUNK_TOKENS
 ) -> tuple[float, float]:
-    """Seconds to compute a prompt, and those of them that its thread was running; `after_chunk` gets the hashes named so far."""
+    """Seconds to compute a prompt, on the clock and of its own thread; `after_chunk` gets the hashes named so far."""
     running = engine()
     ids = tokens(count, seed)
     packed = b"".join(token.to_bytes(4, "little") for token in ids)

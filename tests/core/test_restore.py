@@ -90,7 +90,7 @@ def test_what_others_report_on_as_well_outlives_a_worker() -> None:
     driven(WorkerLost("p0", 1))
     assert driven.place(request(shared=10)).reuse == ReusePlan(0, 9 * 64, Holder("shared", Tier.SHARED))
     driven(WorkerLost("p1", 1))
-    assert driven.place(request(shared=10)).reuse.source != Holder("shared", Tier.SHARED)
+    assert driven.place(request("r2", shared=10)).reuse.source != Holder("shared", Tier.SHARED)
 
 
 def test_without_lower_tiers_none_is_looked_at() -> None:
