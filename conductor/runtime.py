@@ -23,7 +23,7 @@ from conductor.core import events as ev
 from conductor.core.commands import Command
 from conductor.core.events import Event
 from conductor.core.messages import GenerationJob
-from conductor.core.types import BlockHash, Decision, RequestId, WorkerId, WorkerSpec
+from conductor.core.types import Decision, RequestId, WorkerId, WorkerSpec
 from conductor.engine_client import ClusterStatus
 from conductor.flight_log import FlightLogWriter
 from conductor.in_flight import InFlight
@@ -46,6 +46,8 @@ class SchedulerPort(Protocol):
     def decision_record(self, request_id: RequestId) -> Mapping[str, Any] | None: ...
 
     def worker_belief(self) -> Mapping[WorkerId, Mapping[str, Any]]: ...
+
+    def overview(self, now: float) -> Mapping[str, Any]: ...
 
 
 class RequestCancelledError(Exception):
@@ -182,6 +184,10 @@ class ConductorRuntime:
         """The decision record as JSON values, or None when it is not known (any more)."""
         return self._scheduler.decision_record(request_id)
 
+    async def overview(self) -> Mapping[str, Any]:
+        """The last decisions and what the last requests add up to, as JSON values."""
+        return self._scheduler.overview(self._ports.clock())
+
     async def status(self) -> ClusterStatus:
         """A picture of the cluster."""
         missing = self._calls.missing_roles()
@@ -222,10 +228,6 @@ class ConductorRuntime:
         self._tell_everybody(WorkerNotice(spec.id, worker.epoch, handle))
         return worker.epoch
 
-    async def cache_command(self, action: str, name: BlockHash | None) -> dict[WorkerId, Any]:
-        """What every worker answers to an operator's question about its tiers."""
-        return await self._calls.ask_everybody(lambda handle: handle.cache_command.remote(action, name))
-
     async def drain_worker(self, worker_id: WorkerId) -> None:
         """Give the worker no new work. Raises KeyError for an unknown worker."""
         self._calls.workers[worker_id].draining = True
@@ -262,6 +264,8 @@ class ConductorRuntime:
         return event
 
     def _step(self, event: Event) -> list[Command]:
+        if isinstance(event, ev.RequestResumed) and event.request.id not in self._in_flight:
+            return []  # it was cancelled since it was posted
         now = self._ports.clock()
         commands = self._scheduler.handle(event, now)
         self._count(self._ports.clock() - now, len(commands))
