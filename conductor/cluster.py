@@ -125,6 +125,7 @@ def _plan(config: Config, role: Role, number: int, actor_class: type) -> WorkerP
             device=section.device,
             compute_dtype=config.model.compute_dtype,
             kv_dtype=config.model.kv_dtype,
+            weights=config.model.weights,
             transport=section.transport,
         )
     except ValueError as error:

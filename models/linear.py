@@ -63,11 +63,12 @@ class Int8Linear:
 
 
 def _pack(weight: Tensor) -> tuple[Tensor, Tensor]:
-    outputs, inputs = weight.shape
-    grouped = F.pad(weight, (0, -inputs % GROUP, 0, -outputs % TILE)).unflatten(1, (-1, GROUP)).unflatten(0, (-1, TILE))
+    padded = F.pad(weight, (0, -weight.shape[1] % GROUP, 0, -weight.shape[0] % TILE))
+    tiles, groups = padded.shape[0] // TILE, padded.shape[1] // GROUP
+    grouped = padded.view(tiles, TILE, groups, GROUP)
     scales = grouped.abs().amax(dim=-1) / _LARGEST
     numbers = torch.where(scales[..., None] > 0, grouped / scales[..., None], 0.0).round_().to(torch.int8)
-    pairs = numbers.unflatten(-1, (-1, 2))  # tiles, outputs, groups, pairs, 2
+    pairs = numbers.view(tiles, TILE, groups, GROUP // 2, 2)
     return pairs.permute(0, 2, 3, 1, 4).contiguous(), scales.transpose(1, 2).contiguous()
 
 

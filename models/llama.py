@@ -106,21 +106,27 @@ class Llama(CausalLM):
         self, layer: _Layer, hidden: Tensor, angles: tuple[Tensor, Tensor], kv: Tensor, slots: Tensor | None
     ) -> Tensor:
         """The queries [tokens, heads, head_dim]. Keys and values are written to `slots` of a layer's cache, if there are any."""
-        heads, kv_heads, dim = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
+        heads, dim = self.config.num_heads, self.config.head_dim
         qkv = layer.qkv(self._normed(hidden, layer.attention_norm))
-        normed = layer.query_norm is not None and layer.key_norm is not None
-        kernels = native_kernels.usable(qkv) if slots is not None and not normed and native_kernels.stores(kv) else None
-        if kernels is not None and slots is not None:
-            kernels.rotate_and_store(qkv, angles, kv, slots, heads)
-            return qkv.view(len(hidden), -1, dim)[:, :heads]
-        queries_keys, values = qkv.view(len(hidden), -1, dim).tensor_split((heads + kv_heads,), dim=1)
+        if slots is not None and layer.query_norm is None and native_kernels.stores(kv):
+            kernels = native_kernels.usable(qkv)
+            if kernels is not None:
+                kernels.rotate_and_store(qkv, angles, kv, slots, heads)
+                return qkv.view(len(hidden), -1, dim)[:, :heads]
+        queries, keys, values = self._turned(layer, qkv.view(len(hidden), -1, dim), angles)
+        if slots is not None:
+            write_kv(kv, slots, keys, values)
+        return queries
+
+    def _turned(self, layer: _Layer, qkv: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys, normed where the architecture norms them, by their tokens' angles; values."""
+        heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
+        queries_keys, values = qkv.tensor_split((heads + kv_heads,), dim=1)
         if layer.query_norm is not None and layer.key_norm is not None:
             queries, keys = (part.contiguous() for part in queries_keys.tensor_split((heads,), dim=1))
             queries_keys = torch.cat((self._normed(queries, layer.query_norm), self._normed(keys, layer.key_norm)), dim=1)
         queries, keys = rotate(queries_keys, *angles).tensor_split((heads,), dim=1)
-        if slots is not None:
-            write_kv(kv, slots, keys, values)
-        return queries
+        return queries, keys, values
 
     def _finish_layer(self, layer: _Layer, hidden: Tensor, queries: Tensor, kv: Tensor, plan: BatchPlan) -> Tensor:
         attended = attend(queries, kv, plan, self._softmax).reshape(len(hidden), -1)

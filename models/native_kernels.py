@@ -1,9 +1,9 @@
 """The compiled inner loops of decoding on a CPU (`native/kernels.cpp`): built once a machine, loaded, called on tensors.
 
-There is a compiler on the machine or there is not; without one, or where it fails, `kernels()` is None, a warning says so once,
-and callers compute the same by torch. The library lies in the user's cache under a digest of its source, its compiler, its flags
-and the processor, so a cache that several kinds of machines share is never mistaken. It uses torch's own OpenMP threads, as
-many as torch may use at that moment. Arguments are float32 on the CPU and contiguous: `usable` tells.
+Without a compiler, or where it fails, `kernels()` is None, a warning says so once, and callers compute the same by torch. The
+library lies in the user's cache under a digest of its source, its compiler, its flags and the processor, so a cache that
+several kinds of machines share is never mistaken. It uses torch's own OpenMP threads, as many as torch may use at that moment.
+Arguments are float32 on the CPU and contiguous: `usable` tells.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from conductor.core.messages import SamplingParams
 from conductor.core.types import BlockHash
 from models.base import KVLayout
 from models.load import LoadedModel, load_model
+from models.native_kernels import kernels
 from workers.config import WorkerConfig
 from workers.device_cache import DeviceCache
 from workers.engine import Engine
@@ -49,7 +50,13 @@ Build: TypeAlias = Callable[[WorkerConfig], WorkerParts]
 def build_parts(config: WorkerConfig) -> WorkerParts:
     """Load the model and everything around it. Raises `ModelError`, `ValueError` or `TransportUnavailable`."""
     torch.set_num_threads(config.threads)
-    loaded = load_model(config.model, device=config.device, dtype=config.compute_dtype, kv_dtype=config.kv_dtype)
+    loaded = load_model(
+        config.model,
+        device=config.device,
+        dtype=config.compute_dtype,
+        kv_dtype=config.kv_dtype,
+        weight_format=config.weights,
+    )
     engine = Engine(loaded.model, make_cache(config, loaded.model.layout))
     namespace = loaded.card.namespace
     return WorkerParts(
@@ -74,9 +81,15 @@ def measured_profile(config: WorkerConfig, loaded: LoadedModel, cache: DeviceCac
         budget_s=config.profile_budget_s,
         transfer=lambda nbytes: round_trip(transport, nbytes),
     )
-    fitted = profiler.load_or_measure(loaded.card.revision, config.compute_dtype)
+    fitted = profiler.load_or_measure(loaded.card.revision, computed_by(config))
     transport.close()
     return throttled_profile(fitted.profile, config.link)
+
+
+def computed_by(config: WorkerConfig) -> str:
+    """What, besides model and machine, decides how fast a worker computes."""
+    native = config.device == "cpu" and config.compute_dtype == "float32" and kernels() is not None
+    return "/".join((config.compute_dtype, config.weights, "native" if native else "torch"))
 
 
 def round_trip(transport: KVTransport, nbytes: int) -> None:

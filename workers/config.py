@@ -11,6 +11,7 @@ from workers.batching import DEFAULT_CHUNK_TOKENS
 from workers.kv_transfer.select import TRANSPORTS
 from workers.kv_transfer.throttled import LinkLimit
 
+WEIGHT_FORMATS = ("full", "int8")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -34,6 +35,7 @@ class WorkerConfig:
     device: str = "cpu"
     compute_dtype: str = "float32"
     kv_dtype: str = "float32"
+    weights: str = "full"
     transport: str = "object_store"
     link: LinkLimit = field(default_factory=LinkLimit)
     lease_s: float = 60.0
@@ -62,6 +64,7 @@ class WorkerConfig:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be above 0")
         _one_of("compute_dtype", self.compute_dtype, DTYPES)
         _one_of("kv_dtype", self.kv_dtype, DTYPES)
+        _one_of("weights", self.weights, WEIGHT_FORMATS)
         _one_of("transport", self.transport, tuple(TRANSPORTS))
 
     def blocks(self, block_bytes: int) -> int:

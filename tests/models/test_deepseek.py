@@ -18,8 +18,8 @@ from models.families import config_of_folder
 from models.folder import find_model
 from models.hf_folder import load_weights
 from models.latent_attention import Form, LatentShape
-from models.load import LoadedModel, load_model
 from models.linear import FloatLinear
+from models.load import LoadedModel, load_model
 from models.mixture import Gated, MixtureWeights, mixture, route
 from tests.models.builders import new_cache, run, write_tiny_folder
 from tests.models.contract import check_all, tokens

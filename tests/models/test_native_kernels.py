@@ -119,7 +119,7 @@ def test_norms_and_gates_are_torchs(kernels: Kernels, size: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_rotation_and_attention_are_torchs(kernels: Kernels, dim: int, dtype: torch.dtype, without_kernels: None) -> None:
-    """Sequences of 1 to 700 tokens in scattered blocks: keys and values land in their slots, and every head sees its context."""
+    """Keys and values of scattered sequences of 1 to 700 tokens land in their slots; every head sees its context."""
     heads, kv_heads, size = 6, 2, 16
     lengths, tables = [1, 37, 700], [[50], [3, 1, 9], list(range(49, 4, -1))]
     layer, expected_layer = ((random(51, size, 2, kv_heads, dim) * 2).to(dtype) for _ in range(2))
@@ -169,7 +169,7 @@ def test_few_rows_and_many_are_the_same_product() -> None:
 
 def test_a_compiler_that_fails_is_named_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CONDUCTOR_CACHE", str(tmp_path))
-    with pytest.raises(BuildError, match="failed: .*no-such-flag"):
+    with pytest.raises(BuildError, match=r"failed: .*no-such-flag"):
         build(("-no-such-flag",))
     with pytest.raises(BuildError, match="did not run"):
         build(compiler="/no/such/compiler")
