@@ -121,6 +121,7 @@ def _plan(config: Config, role: Role, number: int, actor_class: type) -> WorkerP
             block_tokens=config.scheduler.block_tokens,
             chunk_tokens=section.chunk_tokens,
             max_batch=section.max_batch,
+            speculative_tokens=section.speculative_tokens,
             threads=section.threads,
             device=section.device,
             compute_dtype=config.model.compute_dtype,

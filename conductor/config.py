@@ -74,6 +74,7 @@ class WorkersSection(Section):
     chunk_tokens: PositiveInt = Field(default=512, description="longest run of prompt tokens computed in one step")
     transport: str = Field(default="object_store", description="how KV moves between workers")
     max_batch: PositiveInt = Field(default=16, description="sequences that a decode worker runs together")
+    speculative_tokens: int = Field(default=0, ge=0, le=16, description="tokens guessed ahead by prompt lookup; 0: none")
 
 
 class FlightLogSection(Section):

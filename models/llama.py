@@ -105,7 +105,7 @@ class Llama(CausalLM):
     def _project(
         self, layer: _Layer, hidden: Tensor, angles: tuple[Tensor, Tensor], kv: Tensor, slots: Tensor | None
     ) -> Tensor:
-        """The queries [tokens, heads, head_dim]. Keys and values are written to `slots` of a layer's cache, if there are any."""
+        """The queries [tokens, heads, head_dim]. Keys and values are written to `slots` of a layer's cache unless None."""
         heads, dim = self.config.num_heads, self.config.head_dim
         qkv = layer.qkv(self._normed(hidden, layer.attention_norm))
         if slots is not None and layer.query_norm is None and native_kernels.stores(kv):

@@ -20,6 +20,7 @@ class WorkerConfig:
     """One worker. Its KV memory is `num_blocks` blocks, or as many as fit into `kv_memory_bytes`; exactly one is given.
 
     `node`, `rack` and `zone` name where it runs (node None: the host's name). `profile` None: measured on first use.
+    `speculative_tokens`: how many tokens ahead decode guesses by prompt lookup.
     `lease_s` bounds how long an offer or an unfinished hand-over may hold blocks.
     """
 
@@ -31,6 +32,7 @@ class WorkerConfig:
     block_tokens: int = 64
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     max_batch: int = 16
+    speculative_tokens: int = 0
     threads: int = 1
     device: str = "cpu"
     compute_dtype: str = "float32"
@@ -53,6 +55,7 @@ class WorkerConfig:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must not be empty")
         for name in ("block_tokens", "chunk_tokens", "max_batch", "threads", "max_unread_outputs"):
             _at_least(name, getattr(self, name), 1)
+        _at_least("speculative_tokens", self.speculative_tokens, 0)
         if (self.num_blocks is None) == (self.kv_memory_bytes is None):
             found = f"num_blocks is {self.num_blocks!r} and kv_memory_bytes is {self.kv_memory_bytes!r}"
             raise ValueError(f"{found}; exactly one of them must be given")
