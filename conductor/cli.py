@@ -44,7 +44,9 @@ config_app = typer.Typer(no_args_is_help=True, help="Look at the configuration."
 model_app = typer.Typer(no_args_is_help=True, help="Fetch models and look at them.")
 app.add_typer(config_app, name="config")
 app.add_typer(model_app, name="model")
+convert_app = typer.Typer(no_args_is_help=True, help="Make a model smaller where it hurts serving.")
 key_app = typer.Typer(no_args_is_help=True, help="API keys of the gateway.")
+app.add_typer(convert_app, name="convert")
 app.add_typer(key_app, name="key")
 
 ConfigFile = Annotated[
@@ -56,7 +58,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")
 
 def main() -> None:
     """Entry point. Mounts the trace commands unless a command of this module is named."""
-    own = {"serve", "config", "model", "key", "explain", "verify", "counterfactual", "doctor", "--version"}
+    own = {"serve", "config", "model", "convert", "key", "explain", "verify", "counterfactual", "doctor", "--version"}
     if not own & set(sys.argv[1:2]):
         from conductor.flight_log import recording
         from models.cache import cache_root
@@ -162,6 +164,34 @@ def model_show(
     except ModelError as error:
         raise fail(str(error), ExitCode.BAD_INPUT) from None
     show_values(card, as_json)
+
+
+@convert_app.command("mla")
+def convert_mla(
+    target: Annotated[Path, typer.Argument(help="Folder to write; `conductor serve --model` loads it.")],
+    text: Annotated[Path, typer.Option(help="Ordinary text: half of it calibrates, half is scored.")],
+    model: Annotated[str, typer.Option(help="Model name, .gguf file or Hugging Face folder.")] = "smollm2-135m",
+    rope_dim: Annotated[int, typer.Option(help="Key numbers that stay rotary.")] = 96,
+    rank: Annotated[int | None, typer.Option(help="Latent numbers a token and layer; by measured loss if not given.")] = None,
+    max_rise: Annotated[float, typer.Option(help="Loss allowed in choosing the rank: rise of perplexity.")] = 0.05,
+    tokens: Annotated[int, typer.Option(help="Tokens of the text to use.")] = 2048,
+    as_json: AsJson = False,
+) -> None:
+    """Turn grouped-query attention into latent attention, without training; print what it saves and what it costs."""
+    from dataclasses import asdict
+
+    from models.convert_folder import Wanted, convert_folder
+    from models.errors import ModelError
+
+    try:
+        words = text.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise fail(f"{text} cannot be read: {error}", ExitCode.BAD_INPUT) from None
+    try:
+        done = convert_folder(model, target, words, Wanted(rope_dim, rank, max_rise, tokens))
+    except ModelError as error:
+        raise fail(str(error), ExitCode.BAD_INPUT) from None
+    show_values(asdict(done) | {"rise": done.rise}, as_json)
 
 
 @key_app.command("new")
