@@ -128,6 +128,7 @@ def _plan(config: Config, role: Role, number: int, actor_class: type) -> WorkerP
             kv_dtype=config.model.kv_dtype,
             weights=config.model.weights,
             transport=section.transport,
+            transport_codec=section.transport_codec,
         )
     except ValueError as error:
         raise ClusterError(f"workers: {error}") from None

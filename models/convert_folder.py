@@ -32,7 +32,7 @@ MIN_TEXT_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """`rank` None: the smallest whose perplexity on the text rises by no more than `max_rise`. `tokens`: of the text, at most."""
+    """`rank` None: the smallest whose perplexity rises by no more than `max_rise`. `tokens`: of the text, at most."""
 
     rope_dim: int
     rank: int | None = None
@@ -67,16 +67,12 @@ def convert_folder(name_or_path: str, target: Path, text: str, wanted: Wanted) -
     loaded = load_model(name_or_path)
     if not isinstance(loaded.model, Llama):
         raise ModelFileError(f"{name_or_path} is a {source.config.architecture}; conversion is for the Llama family")
-    tokens = loaded.tokenizer.encode(text)[: wanted.tokens]
+    tokens = loaded.tokenizer.encode(text)[: min(wanted.tokens, 2 * loaded.model.max_context)]
     if len(tokens) < MIN_TEXT_TOKENS:
         raise ModelFileError(f"the text has {len(tokens)} tokens; conversion needs {MIN_TEXT_TOKENS} at least")
     half = len(tokens) // 2
-    trial = _Trial(
-        loaded.model,
-        load_weights(source, torch.device("cpu"), torch.float32),
-        calibrate(loaded.model, tokens[:half]),
-        tokens[half:],
-    )
+    weights = load_weights(source, torch.device("cpu"), torch.float32)
+    trial = _Trial(loaded.model, weights, calibrate(loaded.model, tokens[:half]), tokens[half:])
     converted, score, exact = trial.choose(wanted)
     export_latent(converted.config, converted.weights, target)
     for name in TEXT_FILES:

@@ -32,7 +32,7 @@ _COUNTS = {
 def latent_from_hf(values: Mapping[str, Any], source: str) -> DeepseekConfig:
     """The configuration in a converted folder's `config.json`. Raises `ModelFileError`."""
     fields = Fields(values, source)
-    counts = {ours: fields.count(theirs) for ours, theirs in _COUNTS.items()}
+    counts: dict[str, Any] = {ours: fields.count(theirs) for ours, theirs in _COUNTS.items()}
     turning = fields.get("rope_frequencies")
     pairs = counts["rope_dim"] // 2
     if not isinstance(turning, list) or len(turning) != pairs or not all(isinstance(each, float) for each in turning):

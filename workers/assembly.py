@@ -18,8 +18,10 @@ from conductor.core.hashing import KVNamespace
 from conductor.core.messages import SamplingParams
 from conductor.core.types import BlockHash
 from models.base import KVLayout
+from models.kv_codec import BlockCodec
 from models.load import LoadedModel, load_model
 from models.native_kernels import kernels
+from workers.coded_transport import CodedTransport, block_codec, coded_descriptor
 from workers.config import WorkerConfig
 from workers.device_cache import DeviceCache
 from workers.engine import Engine
@@ -59,13 +61,26 @@ def build_parts(config: WorkerConfig) -> WorkerParts:
     )
     engine = Engine(loaded.model, make_cache(config, loaded.model.layout))
     namespace = loaded.card.namespace
+    codec = block_codec(config.transport_codec, loaded.model.layout, config.block_tokens)
+    profile = config.profile or measured_profile(config, loaded, engine.cache)
     return WorkerParts(
         engine=engine,
-        transport=make_transport(config.transport, engine.cache.kv, config.link),
-        profile=config.profile or measured_profile(config, loaded, engine.cache),
+        transport=coded_transport(config, engine.cache.kv, codec),
+        profile=profile if codec is None else replace(profile, kv_bytes_per_token=moved_bytes(engine.cache.kv, codec)),
         model_name=loaded.card.name,
         root_of=lambda domain: KVNamespace(namespace, config.block_tokens, salt=domain).seed,
     )
+
+
+def coded_transport(config: WorkerConfig, kv: KVDescriptor, codec: BlockCodec | None) -> KVTransport:
+    if codec is None:
+        return make_transport(config.transport, kv, config.link)
+    return CodedTransport(make_transport(config.transport, coded_descriptor(kv, codec), config.link), codec)
+
+
+def moved_bytes(kv: KVDescriptor, codec: BlockCodec) -> int:
+    """Of one token, when it moves in a codec's format."""
+    return kv.num_layers * codec.layer_block_bytes // kv.block_tokens
 
 
 def measured_profile(config: WorkerConfig, loaded: LoadedModel, cache: DeviceCache) -> CostProfile:

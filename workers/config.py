@@ -7,6 +7,7 @@ from typing import Any
 
 from conductor.core.cost_profile import CostProfile
 from conductor.core.types import Role
+from models.kv_layout import FORMATS
 from workers.batching import DEFAULT_CHUNK_TOKENS
 from workers.kv_transfer.select import TRANSPORTS
 from workers.kv_transfer.throttled import LinkLimit
@@ -20,6 +21,7 @@ class WorkerConfig:
     """One worker. Its KV memory is `num_blocks` blocks, or as many as fit into `kv_memory_bytes`; exactly one is given.
 
     `node`, `rack` and `zone` name where it runs (node None: the host's name). `profile` None: measured on first use.
+    `transport_codec`: the number format in which KV moves (None: as it is cached).
     `speculative_tokens`: how many tokens ahead decode guesses by prompt lookup.
     `lease_s` bounds how long an offer or an unfinished hand-over may hold blocks.
     """
@@ -39,6 +41,7 @@ class WorkerConfig:
     kv_dtype: str = "float32"
     weights: str = "full"
     transport: str = "object_store"
+    transport_codec: str | None = None
     link: LinkLimit = field(default_factory=LinkLimit)
     lease_s: float = 60.0
     report_interval_s: float = 0.5
@@ -69,6 +72,8 @@ class WorkerConfig:
         _one_of("kv_dtype", self.kv_dtype, DTYPES)
         _one_of("weights", self.weights, WEIGHT_FORMATS)
         _one_of("transport", self.transport, tuple(TRANSPORTS))
+        if self.transport_codec is not None:
+            _one_of("transport_codec", self.transport_codec, tuple(FORMATS))
 
     def blocks(self, block_bytes: int) -> int:
         """How many blocks of `block_bytes` the worker has. Raises `ValueError` when not one fits."""
