@@ -24,6 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from conductor import __version__
+from conductor.cache_cli import cache_app
+from conductor.convert_cli import convert_app
 
 if TYPE_CHECKING:
     from conductor.config import LoadedConfig
@@ -44,10 +46,10 @@ config_app = typer.Typer(no_args_is_help=True, help="Look at the configuration."
 model_app = typer.Typer(no_args_is_help=True, help="Fetch models and look at them.")
 app.add_typer(config_app, name="config")
 app.add_typer(model_app, name="model")
-convert_app = typer.Typer(no_args_is_help=True, help="Make a model smaller where it hurts serving.")
 key_app = typer.Typer(no_args_is_help=True, help="API keys of the gateway.")
 app.add_typer(convert_app, name="convert")
 app.add_typer(key_app, name="key")
+app.add_typer(cache_app, name="cache")
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", "-c", metavar="FILE", help="YAML file; environment and flags override it.")
@@ -58,14 +60,28 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")
 
 def main() -> None:
     """Entry point. Mounts the trace commands unless a command of this module is named."""
-    own = {"serve", "config", "model", "convert", "key", "explain", "verify", "counterfactual", "doctor", "--version"}
+    own = {
+        "serve",
+        "config",
+        "model",
+        "key",
+        "cache",
+        "convert",
+        "explain",
+        "verify",
+        "counterfactual",
+        "doctor",
+        "top",
+        "--version",
+    }
     if not own & set(sys.argv[1:2]):
         from conductor.flight_log import recording
+        from conductor.policies_loader import load_policy
         from models.cache import cache_root
         from traces import commands, sim_commands
 
         commands.register(app)
-        sim_commands.register(app, recording, cache_root() / "profiles")
+        sim_commands.register(app, recording, cache_root() / "profiles", load_policy)
     app()
 
 
@@ -112,11 +128,15 @@ def serve(
     decode: Annotated[int | None, typer.Option(help="Decode workers.")] = None,
     policy: Annotated[str | None, typer.Option(help="Placement policy.")] = None,
     address: Annotated[str | None, typer.Option(help="Ray cluster to join instead of starting one.")] = None,
+    attach: Annotated[
+        bool, typer.Option("--attach", help="Join the Conductor that runs there instead of starting one.")
+    ] = False,
     flight_log: Annotated[Path | None, typer.Option(help="Directory for flight logs.")] = None,
 ) -> None:
     """Start a cluster and serve a model over the OpenAI API."""
     flags = {"gateway.host": host, "gateway.port": port, "model.name": model, "workers.prefill": prefill}
     flags |= {"workers.decode": decode, "scheduler.policy": policy, "cluster.address": address}
+    flags |= {"cluster.attach": attach or None}
     flags |= {"flight_log.directory": None if flight_log is None else str(flight_log)}
     progress = progress_since(monotonic())
     loaded = load_config(config, flags)
@@ -164,34 +184,6 @@ def model_show(
     except ModelError as error:
         raise fail(str(error), ExitCode.BAD_INPUT) from None
     show_values(card, as_json)
-
-
-@convert_app.command("mla")
-def convert_mla(
-    target: Annotated[Path, typer.Argument(help="Folder to write; `conductor serve --model` loads it.")],
-    text: Annotated[Path, typer.Option(help="Ordinary text: half of it calibrates, half is scored.")],
-    model: Annotated[str, typer.Option(help="Model name, .gguf file or Hugging Face folder.")] = "smollm2-135m",
-    rope_dim: Annotated[int, typer.Option(help="Key numbers that stay rotary.")] = 96,
-    rank: Annotated[int | None, typer.Option(help="Latent numbers a token and layer; by measured loss if not given.")] = None,
-    max_rise: Annotated[float, typer.Option(help="Loss allowed in choosing the rank: rise of perplexity.")] = 0.05,
-    tokens: Annotated[int, typer.Option(help="Tokens of the text to use.")] = 2048,
-    as_json: AsJson = False,
-) -> None:
-    """Turn grouped-query attention into latent attention, without training; print what it saves and what it costs."""
-    from dataclasses import asdict
-
-    from models.convert_folder import Wanted, convert_folder
-    from models.errors import ModelError
-
-    try:
-        words = text.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise fail(f"{text} cannot be read: {error}", ExitCode.BAD_INPUT) from None
-    try:
-        done = convert_folder(model, target, words, Wanted(rope_dim, rank, max_rise, tokens))
-    except ModelError as error:
-        raise fail(str(error), ExitCode.BAD_INPUT) from None
-    show_values(asdict(done) | {"rise": done.rise}, as_json)
 
 
 @key_app.command("new")
@@ -248,7 +240,7 @@ def explain(
     log: Annotated[Path | None, typer.Option(help="Read a flight log instead of asking a gateway.", metavar="LOG")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Why a request was placed where it was, or refused, and what came of it."""
+    """Why a request was placed where it was, or refused, and what came of it. Where keys are asked for: CONDUCTOR_API_KEY."""
     from conductor.explain import render
 
     record = decision_from_gateway(request_id, url) if log is None else decision_from_log(request_id, log)
@@ -282,8 +274,10 @@ def decision_from_log(request_id: str, log: Path) -> Mapping[str, Any]:
 def decision_from_gateway(request_id: str, url: str) -> Mapping[str, Any]:
     import httpx
 
+    key = os.environ.get("CONDUCTOR_API_KEY")
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
     try:
-        answer = httpx.get(f"{url.rstrip('/')}/v1/decisions/{request_id}", timeout=10)
+        answer = httpx.get(f"{url.rstrip('/')}/v1/decisions/{request_id}", headers=headers, timeout=10)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise fail(f"{url} does not answer: {error}", ExitCode.UNREACHABLE) from None
     if answer.status_code == httpx.codes.NOT_FOUND:
@@ -325,17 +319,16 @@ def counterfactual(
 ) -> None:
     """What another policy would have made of a flight log's arrivals, request by request and in total."""
     from conductor.core.config import SchedulerConfig
-    from conductor.core.policies import policy_named
     from conductor.flight_log import FlightLogError, read
+    from conductor.policies_loader import load_policy
     from traces import counterfactual, counterfactual_command
     from traces.clusters.profile import load_profile
 
     try:
-        policy_named(policy)
         header, records = read(log, SchedulerConfig)
         other = replace(header.scheduler, policy=policy, admission=admission or header.scheduler.admission)
         truth = None if cluster is None else load_profile(cluster)
-        differences = counterfactual.compare(counterfactual.read_flight(records), header.scheduler, other, truth)
+        differences = counterfactual.compare(counterfactual.read_flight(records), header.scheduler, other, load_policy, truth)
     except (FlightLogError, ValueError) as error:
         raise fail(str(error), ExitCode.BAD_INPUT) from None
     if as_json:
@@ -357,6 +350,30 @@ def doctor(config: ConfigFile = None, as_json: AsJson = False) -> None:
             typer.echo(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.check}: {finding.found}")
     if not all(finding.ok for finding in findings):
         raise typer.Exit(ExitCode.FAILED)
+
+
+@app.command()
+def top(
+    url: Url = "http://127.0.0.1:8000",
+    once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one picture as JSON and end.")] = False,
+) -> None:
+    """Watch a gateway and its cluster. Where keys are asked for: the admin port, and the key in CONDUCTOR_OPERATOR_KEY."""
+    from conductor import top as watching
+
+    key = os.environ.get("CONDUCTOR_OPERATOR_KEY")
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    try:
+        if as_json:
+            typer.echo(json.dumps(next(watching.pictures(url, key)), indent=2))
+        elif once:
+            console.print(watching.render(next(watching.pictures(url, key)), None))
+        else:
+            watching.watch(url, key, console)
+    except watching.WatchError as error:
+        raise fail(str(error), ExitCode.FAILED if error.refused else ExitCode.UNREACHABLE) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(ExitCode.DONE) from None
 
 
 def show_values(values: dict[str, Any], as_json: bool) -> None:

@@ -2,7 +2,8 @@
 
 A `Cluster` starts a local Ray or joins one, creates the Conductor and the workers as actors, in parallel, introduces them to
 each other, and keeps it so: a lost worker is started again under its id and joins with a new epoch, and a Conductor that was
-started again by Ray hears of all workers again. `stop` leaves nothing running, unless the cluster is detached. What the actors
+started again by Ray hears of all workers again. With `cluster.attach` it adds its workers, or none, to a Conductor that runs
+already, and takes them out again when it stops. `stop` leaves nothing running, unless the cluster is detached. What the actors
 do is not known here; see `runtime.py` and `workers/`.
 """
 
@@ -11,34 +12,45 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Coroutine, Mapping
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conductor.core.config import SchedulerConfig
+from conductor.core.config import SchedulerConfig, require_fit
 from conductor.core.scheduler import Scheduler
 from conductor.core.types import Role, WorkerId, WorkerSpec
-from conductor.flight_log import RunDirectory
+from conductor.flight_log import RunDirectory, flight_log_runs
+from conductor.node_demands import demand_of, node_demand
 from conductor.policies_loader import load_policy
+from conductor.ray_session import (
+    CONDUCTOR_NAME,
+    MIB,
+    ClusterError,
+    actor_environment,
+    connect,
+    find_conductor,
+    first_cause,
+    is_worker_loss,
+    until_gone,
+)
 from conductor.runtime import ConductorRuntime, Ports
 
 if TYPE_CHECKING:  # actors import this module, and need no configuration files, schemas or gateway
-    from conductor.config import ClusterSection, Config, FlightLogSection
+    from conductor.config import Config
+    from workers.kv_store.settings import StoreSettings
 
 logger = logging.getLogger(__name__)
 
-CONDUCTOR_NAME = "conductor"
 CONDUCTOR_CONCURRENCY = 20_000  # submissions that wait for a decision each hold one call
 WORKER_CONCURRENCY = 4_000
 MAX_RESTART_DELAY_S = 30.0
-MIB = 2**20
+LEAVE_POLL_S = 0.2
+CLOSE_TIMEOUT_S = 6.0
 
 Progress = Callable[[str], None]
-
-
-class ClusterError(RuntimeError):
-    """The cluster cannot be started; the message is one line for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +70,12 @@ class ConductorActor(ConductorRuntime):
     def __init__(self, config: SchedulerConfig, logs: RunDirectory | None) -> None:
         log = None if logs is None else logs.open_run(config)
         scheduler = Scheduler(config, policy=load_policy(config.policy))
+        self._config = config
         super().__init__(scheduler, log, Ports(is_worker_loss=is_worker_loss, on_fatal=_exit_process))
 
     async def join(self, spec: WorkerSpec, handle: Any) -> int:
-        """`add_worker` with this actor as the one to report to."""
+        """`add_worker` with this actor as the one to report to. Raises ValueError for a worker that cannot belong here."""
+        require_fit(spec, self._config)
         import ray
 
         return await self.add_worker(spec, handle, ray.get_runtime_context().current_actor)
@@ -75,43 +89,49 @@ def _exit_process(error: Exception) -> None:
     os._exit(1)
 
 
-def is_worker_loss(error: BaseException) -> bool:
-    """Whether a call failed because its target is gone, rather than because the target could not do it (its own peer being
-    gone included)."""
-    from ray.exceptions import RayActorError, RayTaskError
-
-    return isinstance(error, RayActorError) and not isinstance(error, RayTaskError)
-
-
-def flight_log_runs(section: FlightLogSection) -> RunDirectory | None:
-    """Where runs are recorded; None when they are not."""
-    if not section.enabled:
-        return None
-    return RunDirectory(
-        section.directory or default_flight_log_directory(), section.segment_mib * MIB, section.max_segments, section.keep_runs
-    )
-
-
-def default_flight_log_directory() -> Path:
-    """$XDG_STATE_HOME/kv-conductor/flight, else ~/.local/state/kv-conductor/flight."""
-    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "kv-conductor" / "flight"
-
-
 def plan_workers(config: Config) -> list[WorkerPlan]:
     """The workers that the configuration asks for: `prefill-0`, `prefill-1`, ..., `decode-0`, ... Raises `ClusterError`."""
     from workers.decode import DecodeWorker
     from workers.prefill import PrefillWorker
 
-    section = config.workers
-    prefill = [_plan(config, Role.PREFILL, number, PrefillWorker) for number in range(section.prefill)]
-    decode = [_plan(config, Role.DECODE, number, DecodeWorker) for number in range(section.decode)]
+    section, store = config.workers, _store_settings(config)
+    prefill = [_plan(config, store, Role.PREFILL, number, PrefillWorker) for number in range(section.prefill)]
+    decode = [_plan(config, store, Role.DECODE, number, DecodeWorker) for number in range(section.decode)]
     return prefill + decode
 
 
-def _plan(config: Config, role: Role, number: int, actor_class: type) -> WorkerPlan:
+def _store_settings(config: Config) -> StoreSettings:
+    """The tiers of every worker of this deployment, which has the memory of its hosts to itself. Raises `ClusterError`."""
+    from workers.kv_store.retention import DAY_S, RetentionPolicy
+    from workers.kv_store.settings import StoreSettings
+
+    section = config.store
+    targets_s = {"agent": section.agent_retention_days * DAY_S, "chat": section.chat_retention_days * DAY_S}
+    throttle = section.throttle_mib_per_s
+    try:
+        return StoreSettings(
+            deployment=f"{config.cluster.namespace}-{uuid.uuid4().hex[:12]}",
+            host_bytes=section.host_mib * MIB,
+            disk_directory=section.disk_directory,
+            disk_bytes=section.disk_mib * MIB,
+            shared_paths=section.shared_paths,
+            shared_bytes=section.shared_mib * MIB,
+            retention=RetentionPolicy(
+                section.high_watermark, section.low_watermark, targets_s, section.other_retention_days * DAY_S
+            ),
+            queue_blocks=section.queue_blocks,
+            look_interval_s=section.look_interval_s,
+            throttle_bytes_per_s=None if throttle is None else throttle * MIB,
+        )
+    except ValueError as error:
+        raise ClusterError(f"store: {error}") from None
+
+
+def _plan(config: Config, store: StoreSettings, role: Role, number: int, actor_class: type) -> WorkerPlan:
     from workers.config import WorkerConfig
 
-    section, worker_id = config.workers, f"{role.value}-{number}"
+    section = config.workers
+    worker_id = f"{section.id_prefix}{role.value}-{number}"
     try:
         worker_config = WorkerConfig(
             worker_id=worker_id,
@@ -129,10 +149,18 @@ def _plan(config: Config, role: Role, number: int, actor_class: type) -> WorkerP
             weights=config.model.weights,
             transport=section.transport,
             transport_codec=section.transport_codec,
+            store=store,
         )
     except ValueError as error:
         raise ClusterError(f"workers: {error}") from None
     return WorkerPlan(worker_id, role, section.threads, actor_class, worker_config)
+
+
+def stored_blocks(directory: Path, *, payloads: bool) -> Iterator[Any]:
+    """The records of a store directory that no worker need have open; see `workers/kv_store/inspection.py`."""
+    from workers.kv_store.inspection import stored_blocks
+
+    return stored_blocks(directory, payloads=payloads)
 
 
 class Cluster:
@@ -146,6 +174,7 @@ class Cluster:
         self._handles: dict[WorkerId, Any] = {}
         self._specs: dict[WorkerId, WorkerSpec] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        self._group: Any | None = None
         self._connected = False
 
     def handle(self, worker_id: WorkerId) -> Any:
@@ -169,8 +198,10 @@ class Cluster:
     async def start(self, plans: list[WorkerPlan]) -> None:
         """After `connect`: return when every worker has joined. Raises `ClusterError`."""
         self._plans = plans
-        self._progress(f"starting the Conductor and {len(self._plans)} workers")
-        self._conductor = self._create_conductor()
+        attach = self.config.cluster.attach
+        self._progress(f"{'joining' if attach else 'starting'} the Conductor and starting {len(self._plans)} workers")
+        self._conductor = find_conductor(self.config.cluster) if attach else self._create_conductor()
+        self._group = self._create_group()
         self._handles = {plan.id: self._create_worker(plan) for plan in self._plans}
         await self._in_time(asyncio.gather(*(self._join(plan) for plan in self._plans)))
         self._tasks = [asyncio.create_task(self._supervise_conductor())]
@@ -185,13 +216,28 @@ class Cluster:
             return
         import ray
 
-        if not self.config.cluster.detached:
+        section = self.config.cluster
+        if section.attach and not section.detached:
+            await self._leave()
+        if not section.detached:
+            await asyncio.gather(*(self._close_worker(handle) for handle in self._handles.values()))
             for handle in self._handles.values():
                 ray.kill(handle)
-            if self._conductor is not None:
+            if self._conductor is not None and not section.attach:
                 ray.kill(self._conductor)
         ray.shutdown()
         self._connected = False
+
+    async def _leave(self) -> None:
+        """Let the attached workers finish what they have; what is left after a while goes on elsewhere."""
+        until_s = time.monotonic() + self.config.cluster.leave_timeout_s
+        try:
+            for worker_id in self._handles:
+                await self.conductor.drain_worker.remote(worker_id)
+            while time.monotonic() < until_s and _busy(await self.conductor.status.remote(), self._handles):
+                await asyncio.sleep(LEAVE_POLL_S)
+        except Exception as error:
+            logger.warning("the workers leave at once: %s", first_cause(error))
 
     # --- actors -------------------------------------------------------------------------------------------------------
 
@@ -204,17 +250,38 @@ class Cluster:
 
         options = self._life() | {"name": CONDUCTOR_NAME, "namespace": self.config.cluster.namespace, "num_cpus": 0}
         options |= {"max_restarts": -1, "max_concurrency": CONDUCTOR_CONCURRENCY}
+        options |= node_demand(self.config.cluster.conductor_resources, self.config.cluster.conductor_labels).options()
         try:
             actor = ray.remote(ConductorActor).options(**options)
             return actor.remote(self.config.scheduler, flight_log_runs(self.config.flight_log))
         except ValueError as error:
             raise ClusterError(f"an actor named {CONDUCTOR_NAME!r} is running in this Ray namespace already: {error}") from None
 
+    def _create_group(self) -> Any | None:
+        """The placement group of all workers, a bundle each; None where each is placed by itself."""
+        section = self.config.workers
+        if section.layout == "each" or not self._plans:
+            return None
+        from ray.util.placement_group import placement_group
+
+        demands = [demand_of(plan.role, section) for plan in self._plans]
+        bundles = [demand.bundle(plan.threads) for demand, plan in zip(demands, self._plans, strict=True)]
+        labels = [demand.labels for demand in demands]
+        return placement_group(bundles, section.layout.upper(), bundle_label_selector=labels, **self._life())
+
     def _create_worker(self, plan: WorkerPlan) -> Any:
         import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+        demand = demand_of(plan.role, self.config.workers)
         options = self._life() | {"num_cpus": plan.threads, "max_concurrency": WORKER_CONCURRENCY, "max_restarts": 0}
-        options |= {"scheduling_strategy": "SPREAD"}
+        if self._group is None:
+            options |= demand.options()
+            if not demand.labels:  # Ray takes labels or a strategy
+                options |= {"scheduling_strategy": "SPREAD"}
+        else:
+            strategy = PlacementGroupSchedulingStrategy(self._group, self._plans.index(plan))
+            options |= {"resources": demand.resources, "scheduling_strategy": strategy}
         if self.config.cluster.address is not None:  # a local Ray has inherited it, which spares a slow set-up
             options |= {"runtime_env": {"env_vars": actor_environment(plan.threads)}}
         return ray.remote(plan.actor_class).options(**options).remote(plan.config)
@@ -230,8 +297,19 @@ class Cluster:
         except Exception as error:
             raise ClusterError(f"worker {plan.id} did not start: {first_cause(error)}") from None
         self._specs[plan.id] = spec
-        await self.conductor.join.remote(spec, handle)
+        try:
+            await self.conductor.join.remote(spec, handle)
+        except ValueError as error:
+            raise ClusterError(f"worker {plan.id} cannot belong to this cluster: {first_cause(error)}") from None
         self._progress(f"{plan.id} has joined")
+
+    async def _close_worker(self, handle: Any) -> None:
+        """Let a worker write what waits for its disk and give its host's memory back, if it can be reached."""
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await handle.close.remote()
+        except Exception as error:
+            logger.info("a worker did not close by itself: %s", type(error).__name__)
 
     async def _in_time(self, work: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
         try:
@@ -248,7 +326,7 @@ class Cluster:
         section = self.config.cluster
         delay_s = section.restart_delay_s
         while True:
-            await _until_gone(self._handles[plan.id])
+            await until_gone(self._handles[plan.id])
             _kill(self._handles[plan.id])
             if not section.restart_workers:
                 logger.warning("worker %s is lost and is not started again (cluster.restart_workers is off)", plan.id)
@@ -266,7 +344,7 @@ class Cluster:
     async def _supervise_conductor(self) -> None:
         """Introduce the workers again whenever the Conductor's process was started again."""
         while True:
-            await _until_gone(self.conductor)
+            await until_gone(self.conductor)
             logger.warning("the Conductor was lost; Ray starts it again")
             for plan in self._plans:
                 spec = self._specs.get(plan.id)
@@ -284,61 +362,13 @@ class Cluster:
                 return
 
 
-async def _until_gone(handle: Any) -> None:
-    """Wait until an actor's `alive()` ends, however it ends."""
-    try:
-        await handle.alive.remote()
-    except Exception as error:
-        logger.info("an actor is gone: %s", type(error).__name__)
+def _busy(status: Any, worker_ids: Mapping[WorkerId, Any]) -> bool:
+    """Whether any of these workers still has requests, as the Conductor believes."""
+    known = [status.workers[worker_id] for worker_id in worker_ids if worker_id in status.workers]
+    return any(worker.get("prefill_jobs", 0) or worker.get("decode_requests", 0) for worker in known)
 
 
 def _kill(handle: Any) -> None:
     import ray
 
     ray.kill(handle)
-
-
-def actor_environment(threads: int) -> dict[str, str]:
-    """What every actor process finds in its environment."""
-    return {"OMP_NUM_THREADS": str(threads), "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
-
-
-def connect(section: ClusterSection, num_cpus: int, environment: Mapping[str, str]) -> None:
-    """Start a local Ray, whose processes inherit `environment`, or join the one at `section.address`. Raises `ClusterError`."""
-    os.environ.update(environment)
-    os.environ["RAY_AUTH_MODE"] = section.auth_mode
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # actors without a GPU see the devices that there are
-    import ray
-
-    options: dict[str, Any] = {"namespace": section.namespace, "log_to_driver": False, "logging_level": logging.WARNING}
-    if section.address is None:
-        options |= {"address": "local", "num_cpus": num_cpus, "include_dashboard": section.dashboard}
-        options |= {"object_store_memory": section.object_store_mib * MIB}
-    else:
-        options |= {"address": section.address}
-    try:
-        ray.init(**options)
-    except Exception as error:
-        raise ClusterError(f"Ray did not start: {first_cause(error)}") from None
-
-
-def find_conductor(section: ClusterSection) -> Any:
-    """The Conductor's handle on a cluster that is joined already. Raises `ClusterError`."""
-    import ray
-
-    try:
-        return ray.get_actor(CONDUCTOR_NAME, namespace=section.namespace)
-    except ValueError:
-        raise ClusterError(
-            f"no actor {CONDUCTOR_NAME!r} in the Ray namespace {section.namespace!r}; start `conductor serve`"
-        ) from None
-
-
-def first_cause(error: BaseException) -> str:
-    """One line for people: the message of the exception that began it, without Ray's wrapping."""
-    cause = getattr(error, "cause", None)
-    if isinstance(cause, BaseException):
-        return first_cause(cause)
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__

@@ -45,4 +45,10 @@ class EngineClient(Protocol):
     async def decision(self, request_id: RequestId) -> Mapping[str, Any] | None:
         """Everything known of one decision as JSON values: candidates with their terms, the choice, what happened."""
 
+    async def overview(self) -> Mapping[str, Any]:
+        """The last decisions and what the last requests add up to, as JSON values; `core/overview.py` has the keys."""
+
     async def status(self) -> ClusterStatus: ...
+
+    async def cache_command(self, action: str, name: BlockHash | None) -> Mapping[str, Any]:
+        """What every worker answers to an operator's question about its tiers; see `gateway/admin_cache.py`."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from conductor.core.events import RequestFailed
 from conductor.core.messages import GenerationJob, TokenOutput
-from conductor.core.types import Decision, FinishReason, Placement, Rejection, RequestId, WorkerId
+from conductor.core.types import BlockHash, Decision, FinishReason, Placement, Rejection, RequestId, WorkerId
 from conductor.engine_client import ClusterStatus, HashPrompt
 from conductor.mailbox import Mailbox
 from conductor.notices import Notice, RejectionNotice, ResumeNotice, WorkerNotice
@@ -111,6 +111,11 @@ class RayEngineClient:
         record: Mapping[str, Any] | None = await self._conductor.decision.remote(request_id)
         return record
 
+    async def overview(self) -> Mapping[str, Any]:
+        async with asyncio.timeout(STATUS_TIMEOUT_S):
+            picture: Mapping[str, Any] = await self._conductor.overview.remote()
+        return picture
+
     async def status(self) -> ClusterStatus:
         try:
             async with asyncio.timeout(STATUS_TIMEOUT_S):
@@ -118,6 +123,10 @@ class RayEngineClient:
         except Exception as error:
             return ClusterStatus(False, f"the Conductor does not answer ({type(error).__name__})", model="")
         return status
+
+    async def cache_command(self, action: str, name: BlockHash | None) -> Mapping[str, Any]:
+        answers: Mapping[str, Any] = await self._conductor.cache_command.remote(action, name)
+        return answers
 
     # --- the cluster's side -------------------------------------------------------------------------------------------
 

@@ -16,36 +16,25 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from conductor.core import commands as cmd
 from conductor.core import events as ev
 from conductor.core.commands import Command
 from conductor.core.events import Event
 from conductor.core.messages import GenerationJob
-from conductor.core.types import Decision, RequestId, WorkerId, WorkerSpec
+from conductor.core.types import BlockHash, Decision, RequestId, WorkerId, WorkerSpec
 from conductor.engine_client import ClusterStatus
 from conductor.flight_log import FlightLogWriter
 from conductor.in_flight import InFlight
 from conductor.mailbox import Mailbox
 from conductor.notices import Notice, RejectionNotice, ResumeNotice, WorkerNotice
+from conductor.scheduler_port import SchedulerPort
 from conductor.worker_calls import Worker, WorkerCalls, no_event
 
 logger = logging.getLogger(__name__)
 
 LOG_FLUSH_INTERVAL_S = 1.0
-
-
-class SchedulerPort(Protocol):
-    """The scheduler, as its live driver sees it."""
-
-    def handle(self, event: Event, now: float) -> list[Command]: ...
-
-    def next_deadline(self) -> float | None: ...
-
-    def decision_record(self, request_id: RequestId) -> Mapping[str, Any] | None: ...
-
-    def worker_belief(self) -> Mapping[WorkerId, Mapping[str, Any]]: ...
 
 
 class RequestCancelledError(Exception):
@@ -182,6 +171,10 @@ class ConductorRuntime:
         """The decision record as JSON values, or None when it is not known (any more)."""
         return self._scheduler.decision_record(request_id)
 
+    async def overview(self) -> Mapping[str, Any]:
+        """The last decisions and what the last requests add up to, as JSON values."""
+        return self._scheduler.overview(self._ports.clock())
+
     async def status(self) -> ClusterStatus:
         """A picture of the cluster."""
         missing = self._calls.missing_roles()
@@ -222,6 +215,10 @@ class ConductorRuntime:
         self._tell_everybody(WorkerNotice(spec.id, worker.epoch, handle))
         return worker.epoch
 
+    async def cache_command(self, action: str, name: BlockHash | None) -> dict[WorkerId, Any]:
+        """What every worker answers to an operator's question about its tiers."""
+        return await self._calls.ask_everybody(lambda handle: handle.cache_command.remote(action, name))
+
     async def drain_worker(self, worker_id: WorkerId) -> None:
         """Give the worker no new work. Raises KeyError for an unknown worker."""
         self._calls.workers[worker_id].draining = True
@@ -258,6 +255,8 @@ class ConductorRuntime:
         return event
 
     def _step(self, event: Event) -> list[Command]:
+        if isinstance(event, ev.RequestResumed) and event.request.id not in self._in_flight:
+            return []  # it was cancelled since it was posted
         now = self._ports.clock()
         commands = self._scheduler.handle(event, now)
         self._count(self._ports.clock() - now, len(commands))
@@ -298,7 +297,7 @@ class ConductorRuntime:
                 self._counters.workers_lost += 1
                 self._tell_everybody(WorkerNotice(event.worker_id, event.epoch, None))
         elif isinstance(event, ev.LoadReported) and event.worker_id in self._calls.workers:
-            self._calls.workers[event.worker_id].load = event.load
+            self._calls.workers[event.worker_id].hear(event)
 
     def _stop_deciding(self, error: Exception) -> None:
         logger.critical("the scheduler has stopped", exc_info=error)

@@ -150,6 +150,7 @@ def test_ray_is_imported_by_composer_drivers_and_actors_only() -> None:
         "conductor/cluster.py",
         "conductor/runtime.py",
         "conductor/ray_engine_client.py",
+        "conductor/ray_session.py",
         "conductor/cli.py",
         "workers/",
         "traces/distributed.py",

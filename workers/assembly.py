@@ -1,4 +1,4 @@
-"""From a worker's configuration to its collaborators: model, device cache, engine, transport, cost profile.
+"""From a worker's configuration to its collaborators: model, device cache, engine, transport, tiers, cost profile.
 
 The only place in this package that loads weights. An actor takes the function that builds its parts as an argument, so tests
 and other models put theirs in its place.
@@ -6,8 +6,9 @@ and other models put theirs in its place.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -25,6 +26,8 @@ from workers.coded_transport import CodedTransport, block_codec, coded_descripto
 from workers.config import WorkerConfig
 from workers.device_cache import DeviceCache
 from workers.engine import Engine
+from workers.kv_store.base import BlockFormat
+from workers.kv_store.opening import OpenedTiers, open_tiers
 from workers.kv_transfer.base import KVDescriptor, KVTransport
 from workers.kv_transfer.select import make_transport
 from workers.kv_transfer.throttled import LinkLimit
@@ -44,6 +47,7 @@ class WorkerParts:
     profile: CostProfile
     model_name: str
     root_of: Callable[[str], BlockHash]
+    tiers: OpenedTiers = field(default_factory=OpenedTiers)
 
 
 Build: TypeAlias = Callable[[WorkerConfig], WorkerParts]
@@ -63,10 +67,13 @@ def build_parts(config: WorkerConfig) -> WorkerParts:
     namespace = loaded.card.namespace
     codec = block_codec(config.transport_codec, loaded.model.layout, config.block_tokens)
     profile = config.profile or measured_profile(config, loaded, engine.cache)
+    tiers = open_tiers(config.store, BlockFormat("/".join(namespace), engine.cache.kv), node_of(config))
+    moved = profile.kv_bytes_per_token if codec is None else moved_bytes(engine.cache.kv, codec)
     return WorkerParts(
         engine=engine,
         transport=coded_transport(config, engine.cache.kv, codec),
-        profile=profile if codec is None else replace(profile, kv_bytes_per_token=moved_bytes(engine.cache.kv, codec)),
+        profile=replace(profile, kv_bytes_per_token=moved, tier_bytes_per_s=tiers.speeds()),
+        tiers=tiers,
         model_name=loaded.card.name,
         root_of=lambda domain: KVNamespace(namespace, config.block_tokens, salt=domain).seed,
     )
@@ -81,6 +88,11 @@ def coded_transport(config: WorkerConfig, kv: KVDescriptor, codec: BlockCodec | 
 def moved_bytes(kv: KVDescriptor, codec: BlockCodec) -> int:
     """Of one token, when it moves in a codec's format."""
     return kv.num_layers * codec.layer_block_bytes // kv.block_tokens
+
+
+def node_of(config: WorkerConfig) -> str:
+    """The host whose memory and disk the worker shares."""
+    return config.node or socket.gethostname()
 
 
 def measured_profile(config: WorkerConfig, loaded: LoadedModel, cache: DeviceCache) -> CostProfile:

@@ -9,6 +9,7 @@ from conductor.core.cost_profile import CostProfile
 from conductor.core.types import Role
 from models.kv_layout import FORMATS
 from workers.batching import DEFAULT_CHUNK_TOKENS
+from workers.kv_store.settings import StoreSettings
 from workers.kv_transfer.select import TRANSPORTS
 from workers.kv_transfer.throttled import LinkLimit
 
@@ -51,6 +52,7 @@ class WorkerConfig:
     node: str | None = None
     rack: str = ""
     zone: str = ""
+    store: StoreSettings = field(default_factory=StoreSettings)
 
     def __post_init__(self) -> None:
         for name in ("worker_id", "model", "device"):

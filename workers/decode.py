@@ -292,8 +292,17 @@ class DecodeWorker(WorkerActor):
         self._waiting.pop(active.key, None)
         self._end(active.key, done=True)
         if active.holds_blocks:
+            self._keep_answer(active)
             self.engine.finish(active.sequence)
         self._receiver.blocks_freed()
+
+    def _keep_answer(self, active: _Active) -> None:
+        """Let the tiers below write what the conversation's next turn will begin with."""
+        sequence = active.sequence
+        prompt_blocks = len(sequence.prompt.hashes)
+        self.store.keep(
+            sequence.hashes[: sequence.named], active.job.request.traffic_class, max(1, sequence.named - prompt_blocks)
+        )
 
 
 def _take_error(task: asyncio.Task[None]) -> None:
