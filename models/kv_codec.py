@@ -204,14 +204,15 @@ class KVCodec:
         """The rows turned, or turned back."""
         if self._turned == 1:
             return rows
-        turned = rows.unflatten(-1, (-1, self._turned)) @ _hadamard(self._turned).to(rows.device)
+        turned = rows.reshape(*rows.shape[:-1], -1, self._turned) @ _hadamard(self._turned).to(rows.device)
         return turned.flatten(-2)
 
     def _spread(self, errors: Tensor) -> Tensor:
         """What errors of at most this much in the rotated numbers come to in each of the numbers themselves."""
         if self._turned == 1:
             return errors
-        together = errors.unflatten(-1, (-1, self._turned)).sum(dim=-1, keepdim=True) / math.sqrt(self._turned)
+        groups = errors.reshape(*errors.shape[:-1], -1, self._turned)
+        together = groups.sum(dim=-1, keepdim=True) / math.sqrt(self._turned)
         return together.expand(*together.shape[:-1], self._turned).flatten(-2)
 
     def _grouped(self, rows: Tensor) -> Tensor:
