@@ -127,11 +127,14 @@ def _plan(config: Config, store: StoreSettings, role: Role, number: int, actor_c
             block_tokens=config.scheduler.block_tokens,
             chunk_tokens=section.chunk_tokens,
             max_batch=section.max_batch,
+            speculative_tokens=section.speculative_tokens,
             threads=section.threads,
             device=section.device,
             compute_dtype=config.model.compute_dtype,
             kv_dtype=config.model.kv_dtype,
+            weights=config.model.weights,
             transport=section.transport,
+            transport_codec=section.transport_codec,
             store=store,
         )
     except ValueError as error:

@@ -61,7 +61,7 @@ def prepare_model(config: Config) -> Prepared:
     """Find and verify the model, pulling the default one if need be. Raises `ModelError`."""
     folder = find_model(config.model.name)
     tokenizer = load_tokenizer_folder(folder.path)
-    card = model_card(folder, tokenizer, config.model.kv_dtype)
+    card = model_card(folder, tokenizer, config.model.kv_dtype, config.model.weights)
     hash_prompt = prompt_hasher(card.namespace, config.scheduler.block_tokens)
     served = ServedModel((card.name,), card.max_context, tokenizer, hash_prompt)
     weights_bytes = sum(path.stat().st_size for path in folder.path.glob("*.safetensors"))
