@@ -19,25 +19,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conductor.connection import (
+from conductor.core.config import SchedulerConfig, require_fit
+from conductor.core.scheduler import Scheduler
+from conductor.core.types import Role, WorkerId, WorkerSpec
+from conductor.flight_log import RunDirectory, flight_log_runs
+from conductor.node_demands import demand_of, node_demand
+from conductor.policies_loader import load_policy
+from conductor.ray_session import (
     CONDUCTOR_NAME,
-    MIB,
     ClusterError,
     actor_environment,
     connect,
     find_conductor,
     first_cause,
+    is_worker_loss,
+    until_gone,
 )
-from conductor.core.config import SchedulerConfig, require_fit
-from conductor.core.scheduler import Scheduler
-from conductor.core.types import BlockHash, Role, WorkerId, WorkerSpec
-from conductor.flight_log import RunDirectory
-from conductor.node_demands import demand_of, node_demand
-from conductor.policies_loader import load_policy
 from conductor.runtime import ConductorRuntime, Ports
 
 if TYPE_CHECKING:  # actors import this module, and need no configuration files, schemas or gateway
-    from conductor.config import Config, FlightLogSection
+    from conductor.config import Config
     from workers.kv_store.settings import StoreSettings
 
 logger = logging.getLogger(__name__)
@@ -78,10 +79,6 @@ class ConductorActor(ConductorRuntime):
 
         return await self.add_worker(spec, handle, ray.get_runtime_context().current_actor)
 
-    async def cache_command(self, action: str, name: BlockHash | None) -> dict[WorkerId, Any]:
-        """What every worker answers to an operator's question about its tiers."""
-        return await self._calls.ask_everybody(lambda handle: handle.cache_command.remote(action, name))
-
     async def pid(self) -> int:
         return os.getpid()
 
@@ -89,28 +86,6 @@ class ConductorActor(ConductorRuntime):
 def _exit_process(error: Exception) -> None:
     """End the actor's process, so that Ray starts it again with a scheduler that is consistent."""
     os._exit(1)
-
-
-def is_worker_loss(error: BaseException) -> bool:
-    """Whether a call failed because its target is gone, rather than because the target could not do it (its own peer being
-    gone included)."""
-    from ray.exceptions import RayActorError, RayTaskError
-
-    return isinstance(error, RayActorError) and not isinstance(error, RayTaskError)
-
-
-def flight_log_runs(section: FlightLogSection) -> RunDirectory | None:
-    """Where runs are recorded; None when they are not."""
-    if not section.enabled:
-        return None
-    return RunDirectory(
-        section.directory or default_flight_log_directory(), section.segment_mib * MIB, section.max_segments, section.keep_runs
-    )
-
-
-def default_flight_log_directory() -> Path:
-    """$XDG_STATE_HOME/kv-conductor/flight, else ~/.local/state/kv-conductor/flight."""
-    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "kv-conductor" / "flight"
 
 
 def plan_workers(config: Config) -> list[WorkerPlan]:
@@ -330,7 +305,7 @@ class Cluster:
         section = self.config.cluster
         delay_s = section.restart_delay_s
         while True:
-            await _until_gone(self._handles[plan.id])
+            await until_gone(self._handles[plan.id])
             _kill(self._handles[plan.id])
             if not section.restart_workers:
                 logger.warning("worker %s is lost and is not started again (cluster.restart_workers is off)", plan.id)
@@ -348,7 +323,7 @@ class Cluster:
     async def _supervise_conductor(self) -> None:
         """Introduce the workers again whenever the Conductor's process was started again."""
         while True:
-            await _until_gone(self.conductor)
+            await until_gone(self.conductor)
             logger.warning("the Conductor was lost; Ray starts it again")
             for plan in self._plans:
                 spec = self._specs.get(plan.id)
@@ -370,14 +345,6 @@ def _busy(status: Any, worker_ids: Mapping[WorkerId, Any]) -> bool:
     """Whether any of these workers still has requests, as the Conductor believes."""
     known = [status.workers[worker_id] for worker_id in worker_ids if worker_id in status.workers]
     return any(worker.get("prefill_jobs", 0) or worker.get("decode_requests", 0) for worker in known)
-
-
-async def _until_gone(handle: Any) -> None:
-    """Wait until an actor's `alive()` ends, however it ends."""
-    try:
-        await handle.alive.remote()
-    except Exception as error:
-        logger.info("an actor is gone: %s", type(error).__name__)
 
 
 def _kill(handle: Any) -> None:

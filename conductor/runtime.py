@@ -16,38 +16,25 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from conductor.core import commands as cmd
 from conductor.core import events as ev
 from conductor.core.commands import Command
 from conductor.core.events import Event
 from conductor.core.messages import GenerationJob
-from conductor.core.types import Decision, RequestId, WorkerId, WorkerSpec
+from conductor.core.types import BlockHash, Decision, RequestId, WorkerId, WorkerSpec
 from conductor.engine_client import ClusterStatus
 from conductor.flight_log import FlightLogWriter
 from conductor.in_flight import InFlight
 from conductor.mailbox import Mailbox
 from conductor.notices import Notice, RejectionNotice, ResumeNotice, WorkerNotice
+from conductor.scheduler_port import SchedulerPort
 from conductor.worker_calls import Worker, WorkerCalls, no_event
 
 logger = logging.getLogger(__name__)
 
 LOG_FLUSH_INTERVAL_S = 1.0
-
-
-class SchedulerPort(Protocol):
-    """The scheduler, as its live driver sees it."""
-
-    def handle(self, event: Event, now: float) -> list[Command]: ...
-
-    def next_deadline(self) -> float | None: ...
-
-    def decision_record(self, request_id: RequestId) -> Mapping[str, Any] | None: ...
-
-    def worker_belief(self) -> Mapping[WorkerId, Mapping[str, Any]]: ...
-
-    def overview(self, now: float) -> Mapping[str, Any]: ...
 
 
 class RequestCancelledError(Exception):
@@ -227,6 +214,10 @@ class ConductorRuntime:
         )
         self._tell_everybody(WorkerNotice(spec.id, worker.epoch, handle))
         return worker.epoch
+
+    async def cache_command(self, action: str, name: BlockHash | None) -> dict[WorkerId, Any]:
+        """What every worker answers to an operator's question about its tiers."""
+        return await self._calls.ask_everybody(lambda handle: handle.cache_command.remote(action, name))
 
     async def drain_worker(self, worker_id: WorkerId) -> None:
         """Give the worker no new work. Raises KeyError for an unknown worker."""

@@ -55,8 +55,8 @@ def admin_app(service: Service, key_hash: str, drain: Callable[[], None]) -> ASG
         Route("/admin/tenants", tenants, methods=["GET"]),
         Route("/admin/reload", reload, methods=["POST"]),
         Route("/admin/drain", start_drain, methods=["POST"]),
-        *cache_routes(service),
         *dashboard_routes(service),
+        *cache_routes(service),
     ]
     handlers: dict[Any, Any] = {ApiError: error_response, HTTPException: on_route_error}
     app = Starlette(routes=routes, exception_handlers=handlers)
