@@ -19,13 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conductor.core.config import SchedulerConfig, require_fit
-from conductor.core.scheduler import Scheduler
-from conductor.core.types import Role, WorkerId, WorkerSpec
-from conductor.flight_log import RunDirectory, flight_log_runs
-from conductor.node_demands import demand_of, node_demand
-from conductor.policies_loader import load_policy
-from conductor.ray_session import (
+from conductor.connection import (
     CONDUCTOR_NAME,
     ClusterError,
     actor_environment,
@@ -35,6 +29,12 @@ from conductor.ray_session import (
     is_worker_loss,
     until_gone,
 )
+from conductor.core.config import SchedulerConfig, require_fit
+from conductor.core.scheduler import Scheduler
+from conductor.core.types import BlockHash, Role, WorkerId, WorkerSpec
+from conductor.flight_log import RunDirectory, flight_log_runs
+from conductor.node_demands import demand_of, node_demand
+from conductor.policies_loader import load_policy
 from conductor.runtime import ConductorRuntime, Ports
 
 if TYPE_CHECKING:  # actors import this module, and need no configuration files, schemas or gateway
@@ -78,6 +78,10 @@ class ConductorActor(ConductorRuntime):
         import ray
 
         return await self.add_worker(spec, handle, ray.get_runtime_context().current_actor)
+
+    async def cache_command(self, action: str, name: BlockHash | None) -> dict[WorkerId, Any]:
+        """What every worker answers to an operator's question about its tiers."""
+        return await self._calls.ask_everybody(lambda handle: handle.cache_command.remote(action, name))
 
     async def pid(self) -> int:
         return os.getpid()
@@ -123,11 +127,14 @@ def _plan(config: Config, store: StoreSettings, role: Role, number: int, actor_c
             block_tokens=config.scheduler.block_tokens,
             chunk_tokens=section.chunk_tokens,
             max_batch=section.max_batch,
+            speculative_tokens=section.speculative_tokens,
             threads=section.threads,
             device=section.device,
             compute_dtype=config.model.compute_dtype,
             kv_dtype=config.model.kv_dtype,
+            weights=config.model.weights,
             transport=section.transport,
+            transport_codec=section.transport_codec,
             store=store,
         )
     except ValueError as error:
