@@ -76,7 +76,7 @@ class BlobTier(KVTier):
         for blobs in self._stripes:
             if blobs.modified_s(f"{self._prefix}/format.json") is None:
                 blobs.write(f"{self._prefix}/format.json", [self.format.to_json().encode()])
-        self._used = len(self._names())
+        self._names()
 
     def _writing(self) -> AbstractContextManager[object]:
         """Held by whoever changes what is stored."""
@@ -184,7 +184,6 @@ class BlobTier(KVTier):
                 self._delete(going)
                 self.counters.evicted += len(going)
                 used -= len(going)
-            self._used = used
             slack = int(self.capacity_blocks * self._limits.slack_share)
             self._room = min(max(incoming, slack), self.capacity_blocks - used)
         return max(0, self._room)
@@ -217,6 +216,7 @@ class BlobTier(KVTier):
             for directory in self.directories:
                 names = blobs.list(f"{self._prefix}/{directory}")
                 found += [int(name.removesuffix(SUFFIX), 16) for name in names if name.endswith(SUFFIX)]
+        self._used = len(found)
         return found
 
     # --- by hand --------------------------------------------------------------------------------------------------------
