@@ -62,6 +62,7 @@ class BlobTier(KVTier):
         self._failure: str | None = None
         self._retry_at_s = 0.0
         self._room = 0  # blocks that may be written before the next look at how full the store is
+        self._listed: frozenset[BlockHash] = frozenset()
         self._used = 0  # as of that look, corrected by what was done here since
         if self.capacity_blocks < 1:
             found = f"the {self.tier.name.lower()} capacity is {limits.capacity_bytes} bytes"
@@ -252,10 +253,19 @@ class BlobTier(KVTier):
     def snapshot(self) -> tuple[BlockHash, ...]:
         self.changes.drain()
         try:
-            return tuple(self._names())
+            names = tuple(self._names())
         except OSError as error:
             logger.error("the %s tier cannot be listed: %s", self.tier.name.lower(), error)
-            return ()
+            names = ()
+        self._listed = frozenset(names)
+        return names
+
+    def has_news(self) -> bool:
+        """Whether anything else is held than at the last snapshot: others write here and evict from here, too."""
+        try:
+            return frozenset(self._names()) != self._listed
+        except OSError:
+            return bool(self._listed)
 
     def stats(self) -> TierStats:
         """`blocks` is as of the last look at the store, corrected by what was done here since."""

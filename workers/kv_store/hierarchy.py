@@ -14,8 +14,8 @@ from functools import partial
 
 from conductor.core.types import BlockHash, Tier, TierReport
 from workers.kv_store.base import KVTier, TierChange
+from workers.kv_store.blob_tier import BlobTier
 from workers.kv_store.opening import OpenedTiers
-from workers.kv_store.shared_directory import SharedDirectoryTier
 from workers.kv_store.write_behind import Prefix, Source, WriteBehind
 from workers.kv_transfer.base import KVArray
 
@@ -55,8 +55,7 @@ class Hierarchy:
 
     def has_news(self) -> bool:
         """Whether others have changed what is held, so that a snapshot is due. Blocks."""
-        shared = self.tiers.get(Tier.SHARED)
-        return isinstance(shared, SharedDirectoryTier) and shared.has_news()
+        return any(tier.has_news() for tier in self.tiers.values() if isinstance(tier, BlobTier))
 
     def reports(self) -> tuple[TierReport, ...]:
         """How each tier is doing, those that could not be opened included. Blocks."""
