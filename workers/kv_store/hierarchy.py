@@ -7,6 +7,7 @@ shared one are one holder each, so any worker's snapshot of them stands for all.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -64,15 +65,15 @@ class Hierarchy:
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until what was kept has been written to all tiers; False if that took too long."""
-        return all(writer.flush(timeout_s) for writer in self._writers)
+        until_s = time.monotonic() + timeout_s
+        return all(writer.flush(max(0.0, until_s - time.monotonic())) for writer in self._writers)
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Write what can be written in time, then let go of files and memory."""
+        """Write what can be written in time, then let go of memory and files, memory first: a disk may hang."""
         self.flush(timeout_s)
         for writer in self._writers:
             writer.close()
-        for tier in self.tiers.values():
-            tier.close()
+            writer.tier.close()
 
 
 def _report(writer: WriteBehind) -> TierReport:
