@@ -44,7 +44,7 @@ class Hierarchy:
             self._writers[0].add(Prefix(tuple(names), traffic_class, new))
 
     def capacities(self) -> dict[Tier, int]:
-        return {tier: kept.stats().capacity_blocks for tier, kept in self.tiers.items()}
+        return {tier: kept.capacity_blocks for tier, kept in self.tiers.items()}
 
     def changes(self) -> list[tuple[Tier, TierChange]]:
         """What was stored and removed since the last call, in order."""
@@ -77,7 +77,10 @@ class Hierarchy:
 
 
 def _report(writer: WriteBehind) -> TierReport:
-    return TierReport(**asdict(writer.tier.stats()), dropped=writer.dropped, waiting=writer.waiting_blocks)
+    try:
+        return TierReport(**asdict(writer.tier.stats()), dropped=writer.dropped, waiting=writer.waiting_blocks)
+    except OSError as error:
+        return TierReport(tier=writer.tier.tier, dropped=writer.dropped, waiting=writer.waiting_blocks, failure=str(error))
 
 
 @contextmanager
