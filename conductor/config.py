@@ -124,7 +124,7 @@ class StoreSection(Section):
     other_retention_days: float = Field(default=7.0, ge=0, description="target of every other class")
     queue_blocks: PositiveInt = Field(default=4096, description="blocks that may wait to be written to one tier")
     look_interval_s: PositiveFloat = Field(
-        default=60.0, description="how often a worker looks whether other clusters have changed shared_paths"
+        default=60.0, description="how often a worker looks whether others have changed what a tier holds"
     )
     throttle_mib_per_s: PositiveFloat | None = Field(
         default=None, description="slows disk and shared tier down, for tests and demonstrations"
