@@ -24,6 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from conductor import __version__
+from conductor.cache_cli import cache_app
+from conductor.convert_cli import convert_app
 
 if TYPE_CHECKING:
     from conductor.config import LoadedConfig
@@ -45,7 +47,9 @@ model_app = typer.Typer(no_args_is_help=True, help="Fetch models and look at the
 app.add_typer(config_app, name="config")
 app.add_typer(model_app, name="model")
 key_app = typer.Typer(no_args_is_help=True, help="API keys of the gateway.")
+app.add_typer(convert_app, name="convert")
 app.add_typer(key_app, name="key")
+app.add_typer(cache_app, name="cache")
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", "-c", metavar="FILE", help="YAML file; environment and flags override it.")
@@ -56,14 +60,28 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")
 
 def main() -> None:
     """Entry point. Mounts the trace commands unless a command of this module is named."""
-    own = {"serve", "config", "model", "key", "explain", "verify", "counterfactual", "doctor", "top", "--version"}
+    own = {
+        "serve",
+        "config",
+        "model",
+        "key",
+        "cache",
+        "convert",
+        "explain",
+        "verify",
+        "counterfactual",
+        "doctor",
+        "top",
+        "--version",
+    }
     if not own & set(sys.argv[1:2]):
         from conductor.flight_log import recording
+        from conductor.policies_loader import load_policy
         from models.cache import cache_root
         from traces import commands, sim_commands
 
         commands.register(app)
-        sim_commands.register(app, recording, cache_root() / "profiles")
+        sim_commands.register(app, recording, cache_root() / "profiles", load_policy)
     app()
 
 
@@ -301,17 +319,16 @@ def counterfactual(
 ) -> None:
     """What another policy would have made of a flight log's arrivals, request by request and in total."""
     from conductor.core.config import SchedulerConfig
-    from conductor.core.policies import policy_named
     from conductor.flight_log import FlightLogError, read
+    from conductor.policies_loader import load_policy
     from traces import counterfactual, counterfactual_command
     from traces.clusters.profile import load_profile
 
     try:
-        policy_named(policy)
         header, records = read(log, SchedulerConfig)
         other = replace(header.scheduler, policy=policy, admission=admission or header.scheduler.admission)
         truth = None if cluster is None else load_profile(cluster)
-        differences = counterfactual.compare(counterfactual.read_flight(records), header.scheduler, other, truth)
+        differences = counterfactual.compare(counterfactual.read_flight(records), header.scheduler, other, load_policy, truth)
     except (FlightLogError, ValueError) as error:
         raise fail(str(error), ExitCode.BAD_INPUT) from None
     if as_json:

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from conductor.cluster import Cluster, ClusterError, Progress, plan_workers
+from conductor.cluster import Cluster, Progress, plan_workers
 from conductor.config import Config
+from conductor.connection import ClusterError
 from conductor.core.hashing import KVNamespace, hash_blocks
 from conductor.core.types import BlockHash
 from conductor.engine_client import HashPrompt
@@ -60,7 +61,7 @@ def prepare_model(config: Config) -> Prepared:
     """Find and verify the model, pulling the default one if need be. Raises `ModelError`."""
     folder = find_model(config.model.name)
     tokenizer = load_tokenizer_folder(folder.path)
-    card = model_card(folder, tokenizer, config.model.kv_dtype)
+    card = model_card(folder, tokenizer, config.model.kv_dtype, config.model.weights)
     hash_prompt = prompt_hasher(card.namespace, config.scheduler.block_tokens)
     served = ServedModel((card.name,), card.max_context, tokenizer, hash_prompt)
     weights_bytes = sum(path.stat().st_size for path in folder.path.glob("*.safetensors"))

@@ -56,9 +56,11 @@ class Continuations:
         return [state for state in self._orphans.values() if now >= state.phase_since_s + self._orphan_wait_s]
 
     def next_deadline(self) -> float:
+        if not self._interrupted and not self._orphans:
+            return math.inf
         limits = [state.phase_since_s + self._resume_timeout_s for state in self._interrupted.values()]
         limits += [state.phase_since_s + self._orphan_wait_s for state in self._orphans.values()]
-        return min(limits) if limits else math.inf
+        return min(limits)
 
     def check(self) -> None:
         both = self._interrupted.keys() & self._orphans.keys()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -70,10 +70,7 @@ class DecisionLog:
         """Remember a decision. The choice's columns are kept, so whoever made them must not write to them afterwards."""
         if self._capacity == 0:
             return
-        table = row = None
-        if choice is not None:
-            seen, row = choice.candidates, choice.row
-            table = replace(seen, low_factor=seen.low_factor.copy(), high_factor=seen.high_factor.copy())
+        table, row = (None, None) if choice is None else (choice.candidates, choice.row)
         actual = Actual(outcome="rejected") if isinstance(decision, Rejection) else Actual(decode=decision.decode)
         attempts = self._records.pop(request.id, []) if request.attempt > 1 else []
         self._records.pop(request.id, None)

@@ -1,6 +1,7 @@
 """The whole scheduler under any interleaving of events, held against brute-force models of caches and requests.
 
-After every event `check()` runs, and a second scheduler that sees time made monotonic has to answer the same (I6, I7).
+After every event `check()` runs, and a second scheduler that sees time made monotonic, and keeps nothing of what it found out
+before the event, has to answer the same (I6, I7).
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_requests=st.sampled_from((None, 2)),
         burst_window_s=st.sampled_from((0.0, 0.2)),
         ttft_s=st.sampled_from((None, 0.02, 1.0)),
+        piece_blocks=st.sampled_from((3, 8192)),
     )
     def configure(
         self,
@@ -110,6 +112,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_requests: int | None,
         burst_window_s: float,
         ttft_s: float | None,
+        piece_blocks: int,
     ) -> None:
         queue = QueueConfig(max_requests=max_requests, burst_window_s=burst_window_s, max_wait_s=2.0, look_ahead=3)
         config = SchedulerConfig(
@@ -119,6 +122,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             late_binding=late_binding,
             slo=SLO(ttft_s, 0.05 if ttft_s else None),
             max_attempts=3,
+            snapshot_piece_blocks=piece_blocks,
             resume_timeout_s=5.0,
             queue=queue,
             calibration=CalibrationConfig(min_observations=2),
@@ -131,10 +135,17 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # how events reach the scheduler
 
+    @staticmethod
+    def forget_what_is_kept(scheduler: Scheduler) -> None:
+        scheduler._assessor._kept = None
+        scheduler._view.prefill._forget_rows()
+        scheduler._view.decode._joined_step_s = None
+
     def tell(self, event: Event, backwards_s: float = 0.0) -> list[Command]:
         """Hand an event over, with a clock that may have gone back; the twin's never does."""
         commands = self.scheduler.handle(event, self.now - backwards_s)
         self.scheduler.check()
+        self.forget_what_is_kept(self.twin)
         assert self.twin.handle(event, self.now) == commands, "I6, I7: equal events in monotonic time, equal commands"
         for command in commands:
             self.ledger.obey(command, self.joined, self.joined.keys() - self.draining)
@@ -267,6 +278,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             asked = [one for one in self.tell(Tick()) if isinstance(one, RequestSnapshot) and one.source == name]
             if asked:
                 self.deliver_report(worker.snapshot())
+        while self.scheduler._reports._intakes:
+            self.the_deadline_comes()
         for tier in (Tier.DEVICE, Tier.HOST):
             assert self.claimed(name, tier) == worker.caches.get(tier, set())
 

@@ -51,6 +51,20 @@ def test_prompts_are_packed_into_one_step() -> None:
     assert finished["0000001"] > 2 * STEP_8192_S
 
 
+def test_prompts_of_one_step_report_what_each_takes_alone() -> None:
+    """A prompt that was packed teaches the cost model what a lone one does, not its share of a full step."""
+
+    def compute_s(prompts: int) -> list[float]:
+        trace = [row(0.0, 2048 + 1024 * (number % 2), first_block=100 * number) for number in range(prompts)]
+        _, calls = run(trace, options(prefill_workers=1))
+        return [event.compute_s for _, event, _ in calls if isinstance(event, PrefillFinished)]
+
+    alone_s = compute_s(1)[0]
+    packed_s = compute_s(3)
+    assert len(packed_s) == 3
+    assert packed_s[::2] == pytest.approx([alone_s, alone_s], rel=0.1)
+
+
 def test_whole_blocks_are_reused_but_never_the_last_token() -> None:
     """A repeated prompt of exactly three blocks reuses two; of 1,600 tokens three."""
     chosen = options(prefill_workers=1)
@@ -159,6 +173,23 @@ def test_streamed_handover_hides_the_transfer_behind_the_prompt() -> None:
     )
     last_chunk_s = 7808 * TRANSFER_S
     assert 16_000 * TRANSFER_S - last_chunk_s / 8 == pytest.approx(after.ttft_s - streamed.ttft_s, abs=0.007)
+
+
+def test_prompts_whose_fetched_blocks_fill_the_pool_all_finish() -> None:
+    """Fetches wait for room, and what they keep never locks out the prompt whose turn it is."""
+    tiers = {"shared": {"bytes_per_s": 20e9, "blocks": 10_000}}
+    cluster = profile(tiers=tiers, prefill_blocks=50)
+    turns = [
+        row(20.0 * turn + number / 50, 9_000 + 1_000 * turn, first_block=100 * number)
+        for turn in range(3)
+        for number in range(12)
+    ]
+    simulation, _ = run(turns, options(cluster, policy="kvcache_centric", prefill_workers=1))
+    outcomes = collect("t", simulation).outcomes
+    assert all(outcome.status is OutcomeStatus.COMPLETED for outcome in outcomes)
+    assert simulation.cluster.network.bytes_moved["shared_restore"] > 0
+    pool = simulation.cluster.workers["prefill-000"].cache
+    assert (pool.pinned_blocks, pool.promised_blocks) == (0, 0)
 
 
 def test_late_reports_lower_the_hits_of_a_cache_aware_policy() -> None:
