@@ -19,6 +19,7 @@ from pathlib import Path
 
 from conductor.cluster import Cluster, Progress, plan_workers
 from conductor.config import Config
+from conductor.connection import ClusterError
 from conductor.core.hashing import KVNamespace, hash_blocks
 from conductor.core.types import BlockHash
 from conductor.engine_client import HashPrompt
@@ -29,7 +30,6 @@ from conductor.gateway.server import BindError, Server, bind, bind_admin, make_s
 from conductor.gateway.tls import TlsError, certificates
 from conductor.gateway.tracing import Tracing, TracingError, check_environment, tracing_from
 from conductor.ray_engine_client import RayEngineClient
-from conductor.ray_session import ClusterError
 from models.errors import ModelError
 from models.folder import ModelCard, find_model, model_card
 from models.tokenizer import load_tokenizer_folder
