@@ -19,15 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conductor.core.config import SchedulerConfig, require_fit
-from conductor.core.scheduler import Scheduler
-from conductor.core.types import Role, WorkerId, WorkerSpec
-from conductor.flight_log import RunDirectory, flight_log_runs
-from conductor.node_demands import demand_of, node_demand
-from conductor.policies_loader import load_policy
-from conductor.ray_session import (
+from conductor.connection import (
     CONDUCTOR_NAME,
-    MIB,
     ClusterError,
     actor_environment,
     connect,
@@ -36,6 +29,12 @@ from conductor.ray_session import (
     is_worker_loss,
     until_gone,
 )
+from conductor.core.config import SchedulerConfig, require_fit
+from conductor.core.scheduler import Scheduler
+from conductor.core.types import BlockHash, Role, WorkerId, WorkerSpec
+from conductor.flight_log import RunDirectory, flight_log_runs
+from conductor.node_demands import demand_of, node_demand
+from conductor.policies_loader import load_policy
 from conductor.runtime import ConductorRuntime, Ports
 
 if TYPE_CHECKING:  # actors import this module, and need no configuration files, schemas or gateway
@@ -80,6 +79,10 @@ class ConductorActor(ConductorRuntime):
 
         return await self.add_worker(spec, handle, ray.get_runtime_context().current_actor)
 
+    async def cache_command(self, action: str, name: BlockHash | None) -> dict[WorkerId, Any]:
+        """What every worker answers to an operator's question about its tiers."""
+        return await self._calls.ask_everybody(lambda handle: handle.cache_command.remote(action, name))
+
     async def pid(self) -> int:
         return os.getpid()
 
@@ -102,27 +105,10 @@ def plan_workers(config: Config) -> list[WorkerPlan]:
 
 def _store_settings(config: Config) -> StoreSettings:
     """The tiers of every worker of this deployment, which has the memory of its hosts to itself. Raises `ClusterError`."""
-    from workers.kv_store.retention import DAY_S, RetentionPolicy
-    from workers.kv_store.settings import StoreSettings
+    from workers.kv_store.settings import settings_from
 
-    section = config.store
-    targets_s = {"agent": section.agent_retention_days * DAY_S, "chat": section.chat_retention_days * DAY_S}
-    throttle = section.throttle_mib_per_s
     try:
-        return StoreSettings(
-            deployment=f"{config.cluster.namespace}-{uuid.uuid4().hex[:12]}",
-            host_bytes=section.host_mib * MIB,
-            disk_directory=section.disk_directory,
-            disk_bytes=section.disk_mib * MIB,
-            shared_paths=section.shared_paths,
-            shared_bytes=section.shared_mib * MIB,
-            retention=RetentionPolicy(
-                section.high_watermark, section.low_watermark, targets_s, section.other_retention_days * DAY_S
-            ),
-            queue_blocks=section.queue_blocks,
-            look_interval_s=section.look_interval_s,
-            throttle_bytes_per_s=None if throttle is None else throttle * MIB,
-        )
+        return settings_from(config.store.model_dump(), f"{config.cluster.namespace}-{uuid.uuid4().hex[:12]}")
     except ValueError as error:
         raise ClusterError(f"store: {error}") from None
 
@@ -141,11 +127,15 @@ def _plan(config: Config, store: StoreSettings, role: Role, number: int, actor_c
             block_tokens=config.scheduler.block_tokens,
             chunk_tokens=section.chunk_tokens,
             max_batch=section.max_batch,
+            speculative_tokens=section.speculative_tokens,
             threads=section.threads,
             device=section.device,
             compute_dtype=config.model.compute_dtype,
             kv_dtype=config.model.kv_dtype,
+            weights=config.model.weights,
             transport=section.transport,
+            transport_codec=section.transport_codec,
+            profile_budget_s=section.profile_budget_s,
             store=store,
         )
     except ValueError as error:

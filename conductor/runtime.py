@@ -23,7 +23,7 @@ from conductor.core import events as ev
 from conductor.core.commands import Command
 from conductor.core.events import Event
 from conductor.core.messages import GenerationJob
-from conductor.core.types import BlockHash, Decision, RequestId, WorkerId, WorkerSpec
+from conductor.core.types import Decision, RequestId, WorkerId, WorkerSpec
 from conductor.engine_client import ClusterStatus
 from conductor.flight_log import FlightLogWriter
 from conductor.in_flight import InFlight
@@ -214,10 +214,6 @@ class ConductorRuntime:
         )
         self._tell_everybody(WorkerNotice(spec.id, worker.epoch, handle))
         return worker.epoch
-
-    async def cache_command(self, action: str, name: BlockHash | None) -> dict[WorkerId, Any]:
-        """What every worker answers to an operator's question about its tiers."""
-        return await self._calls.ask_everybody(lambda handle: handle.cache_command.remote(action, name))
 
     async def drain_worker(self, worker_id: WorkerId) -> None:
         """Give the worker no new work. Raises KeyError for an unknown worker."""

@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from models.base import KVLayout
 from models.kv_layout import NumberFormat, number_format
 
 _PLAIN = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -223,3 +224,42 @@ class KVCodec:
     def _ungrouped(self, groups: Tensor, *, even: bool) -> Tensor:
         """The elements without padding, save for one if `even` asks for an even number of them."""
         return groups.flatten(-2)[..., : self.elements + (self.elements % 2 if even and self.format.bits == 4 else 0)]
+
+
+class BlockCodec:
+    """The same for whole blocks of a paged cache, as bytes that a tier stores or a transport moves in place of the cache's own.
+
+    Both ways take and give uint8 [blocks, bytes of a block in one layer]: a caller knows sizes, and nothing of numbers.
+    """
+
+    def __init__(self, name: str, layout: KVLayout, block_tokens: int) -> None:
+        self._codec = KVCodec(name, layout.elements)
+        self._dtype = layout.dtype
+        self._block_tokens = block_tokens
+        self.layer_block_bytes = block_tokens * self._codec.row_bytes
+        self.plain_layer_block_bytes = block_tokens * layout.elements * layout.dtype.itemsize
+
+    @property
+    def name(self) -> str:
+        return self._codec.format.name
+
+    @property
+    def keeps_bits(self) -> bool:
+        """Whether decoding gives back exactly what was encoded."""
+        return _PLAIN.get(self.name) in (self._dtype, torch.float32)
+
+    def encode(self, blocks: Tensor) -> Tensor:
+        """Raises `ValueError` for other sizes, or numbers that are not finite in a format with scales."""
+        self._check(blocks, self.plain_layer_block_bytes)
+        rows = blocks.contiguous().view(self._dtype).view(len(blocks), self._block_tokens, -1)
+        return self._codec.encode(rows).flatten(1)
+
+    def decode(self, packed: Tensor) -> Tensor:
+        self._check(packed, self.layer_block_bytes)
+        rows = packed.view(len(packed), self._block_tokens, -1)
+        return self._codec.decode(rows, self._dtype).flatten(1).contiguous().view(torch.uint8)
+
+    @staticmethod
+    def _check(blocks: Tensor, size: int) -> None:
+        if blocks.dtype != torch.uint8 or blocks.ndim != 2 or blocks.shape[1] != size:
+            raise ValueError(f"blocks are {blocks.dtype} {tuple(blocks.shape)}; expected uint8 [blocks, {size}]")

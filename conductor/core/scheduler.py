@@ -343,8 +343,7 @@ class Scheduler:
         return commands
 
     def _handle_worker_lost(self, event: ev.WorkerLost, now: float) -> list[Command]:
-        known = self._view.epochs.get(event.worker_id)
-        if known is not None and event.epoch < known:
+        if event.epoch < self._view.epochs.get(event.worker_id, event.epoch):
             return []
         return self._lose(event.worker_id, event.epoch, now)
 

@@ -16,13 +16,13 @@ import pytest_asyncio
 
 from conductor.cluster import Cluster, WorkerPlan
 from conductor.config import Config, load
+from conductor.connection import ClusterError
 from conductor.core.config import SchedulerConfig
 from conductor.core.messages import GenerationJob, SamplingParams, TokenOutput
 from conductor.core.scheduler import Scheduler
 from conductor.core.types import FinishReason, Placement, Rejection, RejectReason, Request, Role
 from conductor.flight_log import verify
 from conductor.ray_engine_client import RayEngineClient
-from conductor.ray_session import ClusterError
 from tests.live.stand_in_workers import BLOCK_TOKENS, StandInConfig, StandInWorker, expected_tokens
 
 pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]

@@ -76,6 +76,13 @@ class Actors:
         answer = sorted((o for o in self.outputs if o.request_id == work.request.id), key=lambda o: o.index)
         return [output.token_id for output in answer], answer[0].reused_tokens
 
+    async def begin(self, worker_id: str, tier: Tier) -> None:
+        """Send a request whose prefix lies in a tier, and wait for nothing."""
+        work = job(f"{worker_id}-{uuid4().hex[:6]}")
+        owner = SHARED_STORE if tier is Tier.SHARED else NODE
+        placement = place(work, worker_id, "d0", fetched=REUSED, source=owner, tier=tier)
+        await self.handles[worker_id].prefill.remote(work, placement, self.handles["d0"], None)
+
     async def written(self, worker_id: str, tier: Tier) -> None:
         """Until the worker's tier has the prompt."""
 
@@ -128,7 +135,11 @@ async def test_every_tier_gives_the_same_tokens(actors: Actors, tmp_path: Path) 
     await actors.kill("p0")
     await actors.kill("p1")
     assert len(files_of(memory)) >= 2  # the decode worker has them mapped still
-    await asyncio.gather(actors.start("p2", only(store, Tier.DISK)), actors.start("p3", only(store, Tier.SHARED)))
+    slow = replace(only(store, Tier.DISK), throttle_bytes_per_s=8e6)
+    await asyncio.gather(actors.start("p1", slow), actors.start("p3", only(store, Tier.SHARED)))
+    await actors.begin("p1", Tier.DISK)
+    await actors.kill("p1")  # in the middle of a restore
+    await actors.start("p2", only(store, Tier.DISK))
     assert await actors.ask("p2", Tier.DISK) == (computed, REUSED)  # after a restart
     assert await actors.ask("p3", Tier.SHARED) == (computed, REUSED)  # written by a worker that is dead
     await actors.kill("p3")
