@@ -20,7 +20,7 @@ def run_experiment(experiment: Experiment, trace: Trace | None, limit: int | Non
     Raises typer.Exit with a line of error when the trace cannot be read.
     """
     with bad_input():
-        source: Iterable[TraceRequest] = generate(experiment.workload, limit) if trace is None else trace
+        source: Iterable[TraceRequest] = generate(experiment.workload, limit or experiment.requests) if trace is None else trace
         requests = list(source)
         if trace is not None:
             remark_on_reading(trace.report)
