@@ -24,6 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from conductor import __version__
+from conductor.cache_cli import cache_app
+from conductor.convert_cli import convert_app
 
 if TYPE_CHECKING:
     from conductor.config import LoadedConfig
@@ -45,7 +47,9 @@ model_app = typer.Typer(no_args_is_help=True, help="Fetch models and look at the
 app.add_typer(config_app, name="config")
 app.add_typer(model_app, name="model")
 key_app = typer.Typer(no_args_is_help=True, help="API keys of the gateway.")
+app.add_typer(convert_app, name="convert")
 app.add_typer(key_app, name="key")
+app.add_typer(cache_app, name="cache")
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", "-c", metavar="FILE", help="YAML file; environment and flags override it.")
@@ -56,7 +60,20 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")
 
 def main() -> None:
     """Entry point. Mounts the trace commands unless a command of this module is named."""
-    own = {"serve", "config", "model", "key", "explain", "verify", "counterfactual", "doctor", "top", "--version"}
+    own = {
+        "serve",
+        "config",
+        "model",
+        "key",
+        "cache",
+        "convert",
+        "explain",
+        "verify",
+        "counterfactual",
+        "doctor",
+        "top",
+        "--version",
+    }
     if not own & set(sys.argv[1:2]):
         from conductor.flight_log import recording
         from conductor.policies_loader import load_policy

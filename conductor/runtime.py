@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from conductor.core import commands as cmd
 from conductor.core import events as ev
@@ -29,25 +29,12 @@ from conductor.flight_log import FlightLogWriter
 from conductor.in_flight import InFlight
 from conductor.mailbox import Mailbox
 from conductor.notices import Notice, RejectionNotice, ResumeNotice, WorkerNotice
+from conductor.scheduler_port import SchedulerPort
 from conductor.worker_calls import Worker, WorkerCalls, no_event
 
 logger = logging.getLogger(__name__)
 
 LOG_FLUSH_INTERVAL_S = 1.0
-
-
-class SchedulerPort(Protocol):
-    """The scheduler, as its live driver sees it."""
-
-    def handle(self, event: Event, now: float) -> list[Command]: ...
-
-    def next_deadline(self) -> float | None: ...
-
-    def decision_record(self, request_id: RequestId) -> Mapping[str, Any] | None: ...
-
-    def worker_belief(self) -> Mapping[WorkerId, Mapping[str, Any]]: ...
-
-    def overview(self, now: float) -> Mapping[str, Any]: ...
 
 
 class RequestCancelledError(Exception):
@@ -306,7 +293,7 @@ class ConductorRuntime:
                 self._counters.workers_lost += 1
                 self._tell_everybody(WorkerNotice(event.worker_id, event.epoch, None))
         elif isinstance(event, ev.LoadReported) and event.worker_id in self._calls.workers:
-            self._calls.workers[event.worker_id].load = event.load
+            self._calls.workers[event.worker_id].hear(event)
 
     def _stop_deciding(self, error: Exception) -> None:
         logger.critical("the scheduler has stopped", exc_info=error)

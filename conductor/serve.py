@@ -17,15 +17,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from conductor.cluster import Cluster, ClusterError, Progress, plan_workers
+from conductor.cluster import Cluster, Progress, plan_workers
 from conductor.config import Config
+from conductor.connection import ClusterError
 from conductor.core.hashing import KVNamespace, hash_blocks
 from conductor.core.types import BlockHash
 from conductor.engine_client import HashPrompt
 from conductor.gateway import GatewaySettings, ServedModel, create_app
 from conductor.gateway.keys import KeysError, load_keys
 from conductor.gateway.logs import configure_logging
-from conductor.gateway.server import BindError, Server, bind, bind_admin, make_server
+from conductor.gateway.server import BindError, Server, bind, bind_admin, make_server, spare_the_collector
 from conductor.gateway.tls import TlsError, certificates
 from conductor.gateway.tracing import Tracing, TracingError, check_environment, tracing_from
 from conductor.ray_engine_client import RayEngineClient
@@ -60,7 +61,7 @@ def prepare_model(config: Config) -> Prepared:
     """Find and verify the model, pulling the default one if need be. Raises `ModelError`."""
     folder = find_model(config.model.name)
     tokenizer = load_tokenizer_folder(folder.path)
-    card = model_card(folder, tokenizer, config.model.kv_dtype)
+    card = model_card(folder, tokenizer, config.model.kv_dtype, config.model.weights)
     hash_prompt = prompt_hasher(card.namespace, config.scheduler.block_tokens)
     served = ServedModel((card.name,), card.max_context, tokenizer, hash_prompt)
     weights_bytes = sum(path.stat().st_size for path in folder.path.glob("*.safetensors"))
@@ -197,6 +198,7 @@ async def _serve(config: Config, prepared: Prepared, listeners: Listeners, progr
         stack.callback(tracing.close)
         app = create_app(client, prepared.served, config.gateway, tracing)
         signals.server = make_server(app, admin=listeners.admin, own_signals=False)
+        spare_the_collector()
         progress(_ready_lines(listeners.gateway, prepared.served.name, config.gateway))
         await signals.server.serve(sockets=[listeners.gateway])
         progress("stopping the workers")

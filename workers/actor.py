@@ -10,22 +10,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
+import os
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from conductor.core.events import Event, RequestFailed, TransferFailed, TransferFinished
 from conductor.core.messages import GenerationJob, TokenOutput
 from conductor.core.types import BlockHash, FinishReason, RequestId, Tier, WorkerId, WorkerLoad, WorkerSpec
-from workers.assembly import Build, build_parts, warm_up
+from workers.assembly import Build, build_parts, node_of, warm_up
 from workers.block_pool import OutOfBlocks
+from workers.block_rows import Restored, pool_rows, restore
+from workers.cache_commands import carry_out
 from workers.config import WorkerConfig
 from workers.jobs import JobKey, job_key, last_output
+from workers.kv_store.base import KVStoreError
+from workers.kv_store.hierarchy import Hierarchy
 from workers.kv_transfer.base import KVTicket, TransferError
 from workers.output_channels import OutputChannels
 from workers.reporter import Reporter
@@ -69,7 +74,8 @@ class WorkerActor(ABC):
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._transfer = ThreadPoolExecutor(TRANSFER_THREADS, thread_name_prefix="kv-transfer")
         self._channels = OutputChannels(config.max_unread_outputs)
-        self._reporter = Reporter(config.worker_id, self.cache, self._load, config.report_interval_s)
+        self.store = Hierarchy(self._parts.tiers, partial(pool_rows, self.cache), config.store.queue_blocks)
+        self._reporter = Reporter(config.worker_id, self.cache, self.store, self._load, config.report_interval_s)
         self._offers: dict[str, list[int]] = {}
         self._ended: OrderedDict[JobKey, bool] = OrderedDict()  # whether it ended in the ordinary way
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -87,9 +93,9 @@ class WorkerActor(ABC):
         return WorkerSpec(
             id=self.id,
             role=self.config.role,
-            node=self.config.node or socket.gethostname(),
+            node=node_of(self.config),
             profile=self._parts.profile,
-            capacity_blocks={Tier.DEVICE: self.cache.num_blocks},
+            capacity_blocks={Tier.DEVICE: self.cache.num_blocks, **self.store.capacities()},
             model=self._parts.model_name,
             rack=self.config.rack,
             zone=self.config.zone,
@@ -128,7 +134,18 @@ class WorkerActor(ABC):
             "protocol": self.transport.protocol,
             "unread_outputs": self._channels.unread,
             "attached": self._reporter.attached,
+            "pid": os.getpid(),
+            "tiers": [asdict(report) for report in await asyncio.to_thread(self.store.reports)],
         }
+
+    async def cache_command(self, action: str, name: BlockHash | None) -> dict[str, Any]:
+        """What an operator asks of this worker's tiers: `stats`, or an action of `cache_commands.py`."""
+        if action == "stats":
+            reports = await asyncio.to_thread(self.store.reports)
+            return {report.tier.name.lower(): asdict(report) for report in reports}
+        done = await asyncio.to_thread(carry_out, tuple(self.store.tiers.values()), action, name)
+        self._reporter.touch()
+        return done
 
     async def outputs(self, channel: str) -> AsyncIterator[list[TokenOutput]]:
         """Outputs for one gateway as they come. A second consumer of a channel takes over."""
@@ -144,6 +161,7 @@ class WorkerActor(ABC):
         None when no more than `first` are held. The offer ends with `release_offer` or its lease.
         """
         self._start()
+        await self._restore_any(blocks)
         ids = self.cache.acquire(blocks)
         if len(ids) <= first:
             self.cache.release(ids)
@@ -195,6 +213,21 @@ class WorkerActor(ABC):
         if isinstance(full, OutOfBlocks):
             raise TransferError(f"{full.needed} blocks are needed for a pull, {full.available} can be had")
 
+    async def _restore(self, tier: Tier, blocks: Sequence[BlockHash]) -> Restored:
+        """Bring a prefix up from a tier of this worker into its device pool, as far as it is there."""
+        kept = self.store.tiers.get(tier)
+        if kept is None:
+            raise KVStoreError(f"this worker has no {tier.name.lower()} tier")
+        restored = await self._move(restore, self.cache, kept, tuple(blocks))
+        self._reporter.touch()
+        return restored
+
+    async def _restore_any(self, blocks: Sequence[BlockHash]) -> None:
+        """Bring up what a peer asks for and only a lower tier of this worker holds."""
+        for tier in self.store.tiers:
+            if self.cache.match(blocks) < len(blocks):
+                await self._restore(tier, blocks)
+
     def _publish(self, ids: list[int]) -> KVTicket:
         return self.transport.offer(self.cache.read(ids), self.config.lease_s)
 
@@ -226,6 +259,7 @@ class WorkerActor(ABC):
         self.cache.on_freed = lambda: _wake_from_any_thread(loop, self._on_blocks_freed)
         self._spawn(self._reporter.run())
         self._spawn(self._keep_reaping())
+        self._spawn(self._keep_telling_of_tiers())
         self._spawn(self._work())
 
     async def close(self) -> None:
@@ -238,11 +272,22 @@ class WorkerActor(ABC):
         self._compute.shutdown()
         self._transfer.shutdown()
         self.transport.close()
+        await asyncio.to_thread(self.store.close)
 
     async def _keep_reaping(self) -> None:
         while True:
             await asyncio.sleep(min(1.0, self.config.lease_s / 4))
             self._reap()
+
+    async def _keep_telling_of_tiers(self) -> None:
+        settings, looked_s = self.config.store, time.monotonic()
+        while True:
+            self._reporter.tell_tiers(await asyncio.to_thread(self.store.reports))
+            if time.monotonic() - looked_s >= settings.look_interval_s:
+                looked_s = time.monotonic()
+                if await asyncio.to_thread(self.store.has_news):
+                    self._reporter.ask_snapshot()
+            await asyncio.sleep(settings.report_interval_s)
 
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work)

@@ -14,7 +14,7 @@ Who waits and can be taken by nobody any more, because workers went or take no m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice, takewhile
 from typing import NamedTuple
 
@@ -49,16 +49,24 @@ class Turn(NamedTuple):
     choice: Choice
 
 
-class OpenSteps:
-    """The engine steps that this pass has begun to fill: several short prompts computed in one step pay its fixed cost once.
+class Pass:
+    """What one pass over the line has promised so far: work that requests earlier in line will bring to the workers they want
+    (`booked_s`, None while there is none), and engine steps begun to be filled.
 
-    Worth it only while others wait (`crowded`): whoever shares a step is done no earlier than the whole of it.
+    Several short prompts computed in one step pay its fixed cost once. That is worth it only while others wait (`crowded`):
+    whoever shares a step is done no earlier than the whole of it.
     """
 
     def __init__(self, pool: PrefillPool, crowded: bool) -> None:
+        self.booked_s: FloatArray | None = None
         self._room: dict[int, float] = {}
         self._pool = pool
         self._crowded = crowded
+
+    def book(self, row: int, work_s: float) -> None:
+        if self.booked_s is None:
+            self.booked_s = np.zeros(len(self._pool))
+        self.booked_s[row] += work_s
 
     def join(self, row: int, new_tokens: float) -> None:
         if self._crowded and self._pool.packs_prompts[row]:
@@ -80,7 +88,7 @@ class LateBinding:
         config: QueueConfig,
         view: ClusterView,
         policy: Policy,
-        assess: Callable[[RequestState, float, FloatArray], Situation | None],
+        assess: Callable[[RequestState, float, FloatArray | None], Situation | None],
         may_be_taken: Callable[[RequestState], bool],
     ) -> None:
         self._config = config
@@ -99,24 +107,26 @@ class LateBinding:
         return len(self._entries)
 
     @property
-    def load(self) -> tuple[int, float]:
-        """How many wait, and for how many seconds of work."""
-        return len(self), self.work_s
-
-    @property
     def full(self) -> bool:
         return self._config.max_requests is not None and len(self) >= self._config.max_requests
 
     def add(self, state: RequestState, work_s: float, now: float) -> None:
         """Join the line. `work_s` is the predicted work where the request's prefix is cached best."""
         self._numbers += 1
-        config, priority = self._config, int(state.request.priority)
-        key = work_s + config.aging * state.arrived_s + config.priority_step_s * priority
-        entry = self._entries[state.request.id] = Waiting(state, key, self._numbers, work_s)
+        entry = self._entries[state.request.id] = Waiting(state, self._key(state, work_s), self._numbers, work_s)
         self.work_s += work_s
         self._order.add(entry)
         self._note(state, self._may_be_taken(state), now)
-        self._due_s = min(self._due_s, now + config.burst_window_s)
+        self._due_s = min(self._due_s, now + self._config.burst_window_s)
+
+    def work_before_s(self, state: RequestState, work_s: float, now: float) -> float:
+        """Seconds of work of those whose turn comes before this request's, in line already or about to join with `work_s`."""
+        if not self._entries:
+            return 0.0
+        entry = self._entries.get(state.request.id)
+        place = (self._key(state, work_s), math.inf) if entry is None else (entry.key, entry.number)
+        before_s: float = sum(other.work_s for other in self._order.islice(0, self._order.bisect_key_left(place)))
+        return before_s + sum(other.work_s for other in self._late(now) if (other.key, other.number) > place)
 
     def remove(self, request_id: RequestId) -> None:
         entry = self._entries.pop(request_id, None)
@@ -150,20 +160,20 @@ class LateBinding:
         if now < self._due_s or not self._entries:
             return
         self._due_s = math.inf
-        booked_s = np.zeros(len(self._view.prefill))
-        steps = OpenSteps(self._view.prefill, len(self) > self._config.pack_backlog * len(booked_s))
+        pool = self._view.prefill
+        promised = Pass(pool, len(self) > self._config.pack_backlog * len(pool))
         for entry in list(islice(self._in_order(now), self._config.look_ahead)):
-            if not (self._someone_is_free(now) or steps.any_room()):
+            if not (self._someone_is_free(now) or promised.any_room()):
                 break
-            turn = self._look_at(entry.state, now, booked_s, steps)
+            turn = self._look_at(entry.state, now, promised)
             if turn is not None:
                 self.remove(entry.state.request.id)
                 yield turn
         if self._entries:
             self._due_s = min(self._due_s, self._next_idle_s(now))
 
-    def _look_at(self, state: RequestState, now: float, booked_s: FloatArray, steps: OpenSteps) -> Turn | None:
-        situation = self._assess(state, now, booked_s)
+    def _look_at(self, state: RequestState, now: float, promised: Pass) -> Turn | None:
+        situation = self._assess(state, now, promised.booked_s)
         choice = None if situation is None else self._policy(situation)
         self._note(state, choice is not None, now)
         if situation is None or choice is None:
@@ -171,10 +181,10 @@ class LateBinding:
         table, row = choice.candidates, choice.row
         plans = table.plans
         new_tokens = situation.request.prompt_tokens - table.local_tokens[row] - plans.fetched_tokens[row]
-        if table.queue_s[row] > self._config.dispatch_ahead_s and not steps.has_room(row, new_tokens):
-            booked_s[row] += plans.prefill_s[row] + plans.transfer_s[row]
+        if table.queue_s[row] > self._config.dispatch_ahead_s and not promised.has_room(row, new_tokens):
+            promised.book(row, plans.prefill_s[row] + plans.transfer_s[row])
             return None
-        steps.join(row, new_tokens)
+        promised.join(row, new_tokens)
         return Turn(state, situation, choice)
 
     def _note(self, state: RequestState, takeable: bool, now: float) -> None:
@@ -183,11 +193,19 @@ class LateBinding:
         else:
             self._untakeable_since_s.setdefault(state.request.id, now)
 
-    def _in_order(self, now: float) -> Iterator[Waiting]:
+    def _in_order(self, now: float) -> Iterable[Waiting]:
         """Whoever has waited too long first, by arrival; then by key."""
+        late = {entry.number: entry for entry in self._late(now)}
+        return chain(late.values(), (entry for entry in self._order if entry.number not in late)) if late else self._order
+
+    def _late(self, now: float) -> Iterator[Waiting]:
+        """Whoever has waited too long, by arrival."""
         limit_s = now - self._config.max_wait_s
-        late = {entry.number: entry for entry in takewhile(lambda e: e.state.arrived_s <= limit_s, self._entries.values())}
-        return chain(late.values(), (entry for entry in self._order if entry.number not in late))
+        return takewhile(lambda entry: entry.state.arrived_s <= limit_s, self._entries.values())
+
+    def _key(self, state: RequestState, work_s: float) -> float:
+        config, priority = self._config, int(state.request.priority)
+        return work_s + config.aging * state.arrived_s + config.priority_step_s * priority
 
     def _someone_is_free(self, now: float) -> bool:
         pool = self._view.prefill

@@ -14,8 +14,9 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from conductor.cluster import Cluster, ClusterError, WorkerPlan
+from conductor.cluster import Cluster, WorkerPlan
 from conductor.config import Config, load
+from conductor.connection import ClusterError
 from conductor.core.config import SchedulerConfig
 from conductor.core.messages import GenerationJob, SamplingParams, TokenOutput
 from conductor.core.scheduler import Scheduler

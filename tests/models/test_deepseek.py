@@ -18,10 +18,11 @@ from models.families import config_of_folder
 from models.folder import find_model
 from models.hf_folder import load_weights
 from models.latent_attention import Form, LatentShape
+from models.linear import FloatLinear
 from models.load import LoadedModel, load_model
-from models.mixture import GatedWeights, MixtureWeights, gated, mixture, route
+from models.mixture import Gated, MixtureWeights, mixture, route
 from tests.models.builders import new_cache, run, write_tiny_folder
-from tests.models.contract import check_all, tokens
+from tests.models.contract import ROUNDED_CLOSE, check_all, tokens
 
 SMALL: dict[str, Any] = {
     "moe_intermediate_size": 32,
@@ -91,6 +92,13 @@ def test_logits_do_not_depend_on_how_the_work_is_done(tmp_path: Path, name: str,
     check_all(deepseek(tmp_path, form))
 
 
+@pytest.mark.parametrize("name", ["v2-groups", "v2-dense", "v3"])
+def test_int8_weights_keep_every_promise_too(tmp_path: Path, name: str) -> None:
+    """Latents, queries and experts rounded: still the same logits whatever way the work is cut."""
+    write_deepseek(tmp_path, name)
+    check_all(load_model(str(tmp_path), weight_format="int8").model, ROUNDED_CLOSE)
+
+
 def deepseek(folder: Path, form: Form) -> Deepseek:
     found = find_model(str(folder))
     return Deepseek(found.config, load_weights(found, torch.device("cpu"), torch.float32), form=form)  # type: ignore[arg-type]
@@ -147,9 +155,11 @@ def moe_weights(hidden: int, config: MoEConfig) -> MixtureWeights:
         return torch.randn(*shape, generator=generator)
 
     size, count = config.expert_size, config.routed_experts
-    shared = GatedWeights(random(2 * size, hidden), random(hidden, size))
-    experts = GatedWeights(random(count, 2 * size, hidden), random(count, hidden, size))
-    return MixtureWeights(random(count, hidden), random(count), shared, experts)
+
+    def expert() -> Gated:
+        return Gated(FloatLinear(random(2 * size, hidden)), FloatLinear(random(hidden, size)))
+
+    return MixtureWeights(random(count, hidden), random(count), expert(), [expert() for _ in range(count)])
 
 
 @settings(max_examples=25, deadline=None)
@@ -162,11 +172,10 @@ def test_a_mixture_is_the_weighted_sum_of_the_experts_that_a_token_takes(
     weights = moe_weights(6, config)
     hidden = torch.randn(count, 6, generator=torch.Generator().manual_seed(seed))
     experts, shares = route(hidden, weights, config)
-    expected = gated(hidden, weights.shared.gate_up, weights.shared.down)
+    expected = weights.shared(hidden)
     for token in range(count):
         for expert, share in zip(experts[token].tolist(), shares[token], strict=True):
-            one = gated(hidden[token], weights.experts.gate_up[expert], weights.experts.down[expert])
-            expected[token] += share * one
+            expected[token] += share * weights.experts[expert](hidden[token, None])[0]
     torch.testing.assert_close(mixture(hidden, weights, config), expected, atol=1e-4, rtol=1e-4)
 
 

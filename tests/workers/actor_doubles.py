@@ -15,10 +15,12 @@ from conductor.core.messages import GenerationJob, SamplingParams, TokenOutput
 from conductor.core.types import Holder, Placement, Request, ReusePlan, Role, Tier, TTFTEstimate
 from tests.workers.doubles import BLOCK_TOKENS, ROOT, ChainModel, packed
 from workers.actor import WorkerActor
-from workers.assembly import Build, WorkerParts, make_cache
+from workers.assembly import Build, WorkerParts, make_cache, node_of
 from workers.config import WorkerConfig
 from workers.decode import DecodeWorker
 from workers.engine import Engine
+from workers.kv_store.base import BlockFormat
+from workers.kv_store.opening import open_tiers
 from workers.kv_transfer.loopback import Fabric, LoopbackTransport
 from workers.prefill import PrefillWorker
 
@@ -85,10 +87,18 @@ class Cluster:
     outputs: dict[str, list[TokenOutput]] = field(default_factory=dict)
     readers: list[asyncio.Task[None]] = field(default_factory=list)
 
-    async def add(self, worker_id: str, *, model: ChainModel | None = None, read: bool = True, **changes: Any) -> Any:
+    async def add(
+        self,
+        worker_id: str,
+        *,
+        model: ChainModel | None = None,
+        read: bool = True,
+        namespace: str = "chain",
+        **changes: Any,
+    ) -> Any:
         kind = PrefillWorker if worker_id.startswith("p") else DecodeWorker
         config = worker_config(worker_id, **changes)
-        worker = kind(config, loopback_parts(self.fabric, model))
+        worker = kind(config, loopback_parts(self.fabric, model, namespace))
         self.workers[worker_id] = worker
         self.handles[worker_id] = Handle(worker)
         await worker.attach(Handle(self.conductor), 1)
@@ -144,11 +154,13 @@ def worker_config(worker_id: str, **changes: Any) -> WorkerConfig:
     return WorkerConfig(**(settings | changes))
 
 
-def loopback_parts(fabric: Fabric, model: ChainModel | None = None) -> Build:
+def loopback_parts(fabric: Fabric, model: ChainModel | None = None, namespace: str = "chain") -> Build:
     def build(config: WorkerConfig) -> WorkerParts:
         loaded = model or ChainModel()
         engine = Engine(loaded, make_cache(config, loaded.layout))
-        return WorkerParts(engine, LoopbackTransport(engine.cache.kv, fabric), PROFILE, "chain", lambda tenant: ROOT)
+        tiers = open_tiers(config.store, BlockFormat(namespace, engine.cache.kv), node_of(config))
+        transport = LoopbackTransport(engine.cache.kv, fabric)
+        return WorkerParts(engine, transport, PROFILE, "chain", lambda tenant: ROOT, tiers)
 
     return build
 
@@ -172,9 +184,15 @@ def with_sampling(job: GenerationJob, **changes: Any) -> GenerationJob:
 
 
 def place(
-    job: GenerationJob, prefill: str, decode: str | None = None, *, fetched: int = 0, source: str | None = None
+    job: GenerationJob,
+    prefill: str,
+    decode: str | None = None,
+    *,
+    fetched: int = 0,
+    source: str | None = None,
+    tier: Tier = Tier.DEVICE,
 ) -> Placement:
-    holder = None if source is None else Holder(source, Tier.DEVICE)
+    holder = None if source is None else Holder(source, tier)
     reuse = ReusePlan(fetched_tokens=fetched, source=holder)
     return Placement(job.request.id, job.request.attempt, prefill, decode, reuse, ESTIMATE, None)
 
