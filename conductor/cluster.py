@@ -135,6 +135,7 @@ def _plan(config: Config, store: StoreSettings, role: Role, number: int, actor_c
             weights=config.model.weights,
             transport=section.transport,
             transport_codec=section.transport_codec,
+            profile_budget_s=section.profile_budget_s,
             store=store,
         )
     except ValueError as error:

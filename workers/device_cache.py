@@ -15,6 +15,7 @@ import torch
 
 from conductor.core.types import BlockHash
 from models.base import KVLayout, PagedKVCache
+from models.host_copies import HostCopies
 from workers.block_pool import BlockId, BlockPool, OutOfBlocks, PoolChange
 from workers.kv_transfer.base import KVArray, KVDescriptor
 
@@ -41,6 +42,7 @@ class DeviceCache:
         self.on_freed: Callable[[], None] = lambda: None
         self._pool = BlockPool(num_blocks)
         self._lock = threading.Lock()
+        self._copies = HostCopies(self.paged.layers[0].device)
         self._rows: list[KVArray] | None = [_rows(layer) for layer in self.paged.layers] if self._on_cpu else None
 
     @property
@@ -134,7 +136,7 @@ class DeviceCache:
     def read(self, ids: Sequence[BlockId]) -> list[KVArray]:
         """The bytes of pinned blocks, one array a layer; valid while they stay pinned."""
         if self._rows is None:
-            data = self.paged.gather(ids).cpu()
+            data = self._copies.to_host(self.paged.gather(ids))
             return [_rows(layer) for layer in data]
         where = _slice_or_index(ids)
         return [rows[where] for rows in self._rows]
@@ -145,7 +147,7 @@ class DeviceCache:
             layout = self.paged.layout
             shape = (layout.num_layers, len(ids), self.block_tokens, *layout.token_shape)
             stacked = torch.from_numpy(np.stack(arrays)).view(layout.dtype).view(shape)
-            self.paged.scatter(ids, stacked)
+            self.paged.scatter(ids, self._copies.to_device(stacked))
             return
         where = _slice_or_index(ids)
         for rows, array in zip(self._rows, arrays, strict=True):
