@@ -96,6 +96,16 @@ def test_a_tier_is_as_fast_as_its_restores_have_been() -> None:
         driven.scheduler._index.expire(math.inf)
 
 
+def test_speeds_that_say_nothing_about_a_restore_change_nothing() -> None:
+    """A tier that was never read, a device pool's, and a decode worker's, which restores nothing."""
+    driven = tiered(disk=1e10)
+    driven.store("p0", blocks(10, shared=10), Tier.DISK)
+    slow = TierReport(tier=Tier.DISK, read_bytes_per_s=1e8)
+    driven(LoadReported("p0", 1, WorkerLoad(), (TierReport(tier=Tier.DISK), replace(slow, tier=Tier.DEVICE))))
+    driven(LoadReported("d0", 1, WorkerLoad(), (slow,)))
+    assert driven.place(request(shared=10)).reuse.source == Holder("node-p0", Tier.DISK)
+
+
 def test_what_others_report_on_as_well_outlives_a_worker() -> None:
     """The shared store is not gone with one of those that told of it, and is with the last."""
     driven = tiered(prefill=3, shared=1e10)
