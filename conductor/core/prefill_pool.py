@@ -264,6 +264,11 @@ class PrefillPool(WorkerTable):
         self.foreign_end_s[row] = max(float(self.running_end_s[row]), now) + self.foreign_s[row]
         self._foreign_until_s = max(self._foreign_until_s, float(self.foreign_end_s[row]))
 
+    def tier_was_read(self, worker: WorkerId, tier: Tier, bytes_per_s: float) -> None:
+        """What the worker's restores from a tier have come to, in place of what its profile says."""
+        column: FloatArray = getattr(self, f"{tier.name.lower()}_bytes_per_s")
+        column[self.row[worker]] = bytes_per_s
+
     def prefill_s(self, worker: WorkerId, prompt_tokens: int, reused_tokens: int) -> float:
         """Corrected prediction for one worker."""
         predicted = self.specs[worker].profile.prefill_s(prompt_tokens, reused_tokens)
