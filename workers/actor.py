@@ -27,6 +27,7 @@ from workers.block_pool import OutOfBlocks
 from workers.config import WorkerConfig
 from workers.jobs import JobKey, job_key, last_output
 from workers.kv_transfer.base import KVTicket, TransferError
+from workers.kv_transfer.blocks import KVBlocks
 from workers.output_channels import OutputChannels
 from workers.reporter import Reporter
 
@@ -65,6 +66,7 @@ class WorkerActor(ABC):
         self.engine = self._parts.engine
         self.cache = self.engine.cache
         self.transport = self._parts.transport
+        self.transport.register(self.cache.rows)
         warm_up(self.engine)
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._transfer = ThreadPoolExecutor(TRANSFER_THREADS, thread_name_prefix="kv-transfer")
@@ -75,6 +77,7 @@ class WorkerActor(ABC):
         self._tasks: set[asyncio.Task[Any]] = set()
         self._wake = asyncio.Event()
         self._started = False
+        self._in_loop: Callable[..., Any]  # has the event loop make a call, from any thread
 
     @property
     def id(self) -> WorkerId:
@@ -190,13 +193,15 @@ class WorkerActor(ABC):
         return Pulled(len(offer.blocks) - offer.first, offer.ticket.nbytes, time.perf_counter() - began_s)
 
     def _fetch_prefix(self, offer: Offer) -> None:
-        arrays = self.transport.fetch(offer.ticket, self.config.lease_s)
-        full = self.cache.import_prefix(offer.blocks, offer.first, arrays)
+        def fill(into: KVBlocks, skip: int) -> None:
+            self.transport.fetch(offer.ticket, into, self.config.lease_s, skip)
+
+        full = self.cache.import_prefix(offer.blocks, offer.first, fill)
         if isinstance(full, OutOfBlocks):
             raise TransferError(f"{full.needed} blocks are needed for a pull, {full.available} can be had")
 
     def _publish(self, ids: list[int]) -> KVTicket:
-        return self.transport.offer(self.cache.read(ids), self.config.lease_s)
+        return self.transport.offer(self.cache.blocks(ids), self.config.lease_s)
 
     # --- for the two kinds --------------------------------------------------------------------------------------------
 
@@ -223,7 +228,8 @@ class WorkerActor(ABC):
             return
         self._started = True
         loop = asyncio.get_running_loop()
-        self.cache.on_freed = lambda: _wake_from_any_thread(loop, self._on_blocks_freed)
+        self._in_loop = loop.call_soon_threadsafe
+        self.cache.on_freed = lambda: self._in_loop(self._on_blocks_freed)
         self._spawn(self._reporter.run())
         self._spawn(self._keep_reaping())
         self._spawn(self._work())
@@ -276,10 +282,6 @@ class WorkerActor(ABC):
         self._end(job_key(job))
         self._report(RequestFailed(job.request.id, job.request.attempt, blamed or self.id, message))
         self._emit(job, last_output(job, self.id, job.request.emitted_tokens, FinishReason.FAILED, message))
-
-
-def _wake_from_any_thread(loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
-    loop.call_soon_threadsafe(wake)
 
 
 def failure_text(error: BaseException) -> str:

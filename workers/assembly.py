@@ -23,6 +23,7 @@ from workers.config import WorkerConfig
 from workers.device_cache import DeviceCache
 from workers.engine import Engine
 from workers.kv_transfer.base import KVDescriptor, KVTransport
+from workers.kv_transfer.blocks import KVBlocks
 from workers.kv_transfer.select import make_transport
 from workers.kv_transfer.throttled import LinkLimit
 from workers.profiler import Profiler
@@ -81,9 +82,9 @@ def measured_profile(config: WorkerConfig, loaded: LoadedModel, cache: DeviceCac
 
 def round_trip(transport: KVTransport, nbytes: int) -> None:
     """Move `nbytes`, rounded to whole probe blocks, from memory through the transport into memory, as a hand-over does."""
-    source = np.zeros((max(1, nbytes // PROBE.layer_block_bytes), PROBE.layer_block_bytes), dtype=np.uint8)
-    ticket = transport.offer([source], PROFILE_LEASE_S)
-    np.copyto(source, transport.fetch(ticket, PROFILE_LEASE_S)[0])
+    memory = np.zeros((max(1, nbytes // PROBE.layer_block_bytes), PROBE.layer_block_bytes), dtype=np.uint8)
+    ticket = transport.offer(KVBlocks.of([memory]), PROFILE_LEASE_S)
+    transport.fetch(ticket, KVBlocks.of([memory]), PROFILE_LEASE_S)
     transport.release(ticket.id)
 
 

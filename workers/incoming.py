@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from conductor.core.messages import GenerationJob
 from workers.block_pool import OutOfBlocks
 from workers.engine import Engine
-from workers.jobs import HandoverPart
+from workers.jobs import HandoverPart, PartKey
 from workers.kv_transfer.base import KVTransport
+from workers.kv_transfer.blocks import KVBlocks
 from workers.sequence import KVSequence, Prompt
 
 
@@ -34,7 +35,7 @@ class Incoming:
     sequence: KVSequence | None = None
     reserving: asyncio.Task[None] | None = None
     accepting: asyncio.Task[None] | None = None
-    fetches: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    fetches: dict[PartKey, asyncio.Task[None]] = field(default_factory=dict)
     dropped: bool = False
     nbytes: int = 0
     transfer_s: float = 0.0
@@ -75,19 +76,19 @@ class Receiver:
         if incoming.dropped:
             raise HandoverRefused("the request was cancelled")
         for part in parts:
-            known = incoming.fetches.get(part.first_block)
+            known = incoming.fetches.get(part.key)
             if known is None or (known.done() and known.exception() is not None):
-                incoming.fetches[part.first_block] = asyncio.ensure_future(self._fetch(incoming, part))
-        await asyncio.shield(asyncio.gather(*(incoming.fetches[part.first_block] for part in parts)))
+                incoming.fetches[part.key] = asyncio.ensure_future(self._fetch(incoming, part))
+        await asyncio.shield(asyncio.gather(*(incoming.fetches[part.key] for part in parts)))
 
     async def _fetch(self, incoming: Incoming, part: HandoverPart) -> None:
         sequence = incoming.sequence
         if sequence is None or incoming.dropped:
             raise HandoverRefused("the request was cancelled")
-        stop = part.first_block + part.ticket.blocks
-        if part.first_block < 0 or stop > len(sequence.table):
-            raise HandoverRefused(f"blocks {part.first_block}..{stop} lie outside of the prompt's {len(sequence.table)}")
-        if stop <= sequence.named:
+        blocks = part.blocks
+        if blocks.start < 0 or blocks.stop > len(sequence.table):
+            raise HandoverRefused(f"blocks {blocks.start}..{blocks.stop} lie outside of the prompt's {len(sequence.table)}")
+        if blocks.stop <= sequence.named:
             return  # cached here already
         began_s = time.perf_counter()
         await self._move(self._fetch_and_write, sequence, part)
@@ -95,8 +96,10 @@ class Receiver:
         incoming.transfer_s += time.perf_counter() - began_s
 
     def _fetch_and_write(self, sequence: KVSequence, part: HandoverPart) -> None:
-        arrays = self._transport.fetch(part.ticket, self._fetch_timeout_s)
-        self._engine.receive(sequence, part.first_block, arrays)
+        def fill(into: KVBlocks, skip: int) -> None:
+            self._transport.fetch(part.ticket, into, self._fetch_timeout_s, skip)
+
+        self._engine.receive(sequence, part.blocks, fill, part.layers)
 
     async def settle(self, incoming: Incoming) -> KVSequence | None:
         """Wait until nothing writes into a dropped hand-over any more; the sequence whose blocks are to be given back."""

@@ -15,12 +15,50 @@ def _loopback(kv: KVDescriptor) -> KVTransport:
 
 
 def _object_store(kv: KVDescriptor) -> KVTransport:
-    from workers.kv_transfer.object_store import ObjectStoreTransport
+    from workers.kv_transfer.object_store import ObjectStoreTransport, spans_hosts
 
-    return ObjectStoreTransport(kv)
+    return ObjectStoreTransport(kv, checksums=spans_hosts())
 
 
-TRANSPORTS: dict[str, Callable[[KVDescriptor], KVTransport]] = {"loopback": _loopback, "object_store": _object_store}
+def _nixl(kv: KVDescriptor) -> KVTransport:
+    from workers.kv_transfer.nixl import NixlTransport
+
+    return NixlTransport(kv)
+
+
+def _nixl_rdma(kv: KVDescriptor) -> KVTransport:
+    from workers.kv_transfer.nixl import NixlRdmaTransport
+
+    return NixlRdmaTransport(kv)
+
+
+def _mooncake(kv: KVDescriptor) -> KVTransport:
+    from workers.kv_transfer.mooncake import MooncakeTransport
+
+    return MooncakeTransport(kv, _own_address())
+
+
+def _mooncake_rdma(kv: KVDescriptor) -> KVTransport:
+    from workers.kv_transfer.mooncake import MooncakeRdmaTransport
+
+    return MooncakeRdmaTransport(kv, _own_address())
+
+
+def _own_address() -> str:
+    """The address that other hosts of the cluster know this one by."""
+    import ray
+
+    return ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
+
+
+TRANSPORTS: dict[str, Callable[[KVDescriptor], KVTransport]] = {
+    "loopback": _loopback,
+    "object_store": _object_store,
+    "nixl": _nixl,
+    "nixl_rdma": _nixl_rdma,
+    "mooncake": _mooncake,
+    "mooncake_rdma": _mooncake_rdma,
+}
 
 
 def make_transport(name: str, kv: KVDescriptor, limit: LinkLimit | None = None) -> KVTransport:

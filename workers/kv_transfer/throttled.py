@@ -11,7 +11,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from workers.kv_transfer.base import KVArray, KVTicket, KVTransport, TransferTimeout
+from workers.kv_transfer.base import KVTicket, KVTransport, TransferTimeout
+from workers.kv_transfer.blocks import KVArray, KVBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +59,22 @@ class ThrottledTransport(KVTransport):
     def offered(self) -> int:
         return self._inner.offered
 
-    def offer(self, arrays: Sequence[KVArray], lease_s: float) -> KVTicket:
-        return self._inner.offer(arrays, lease_s)
+    def register(self, rows: Sequence[KVArray]) -> None:
+        self._inner.register(rows)
 
-    def fetch(self, ticket: KVTicket, timeout_s: float) -> list[KVArray]:
+    def offer(self, blocks: KVBlocks, lease_s: float) -> KVTicket:
+        return self._inner.offer(blocks, lease_s)
+
+    def fetch(self, ticket: KVTicket, into: KVBlocks, timeout_s: float, first: int = 0) -> None:
         began_s = time.monotonic()
         with self._lock:
-            sent_s = max(self._busy_until_s, began_s) + self._limit.transfer_s(ticket.nbytes)
+            sent_s = max(self._busy_until_s, began_s) + self._limit.transfer_s(into.nbytes)
             due_s = sent_s + self._limit.latency_ms / 1000
             if due_s - began_s > timeout_s:
                 raise TransferTimeout(f"offer {ticket.id} would take {due_s - began_s:.3f} s, more than {timeout_s:g} s")
             self._busy_until_s = sent_s
-        arrays = self._inner.fetch(ticket, timeout_s)
+        self._inner.fetch(ticket, into, timeout_s, first)
         time.sleep(max(0.0, due_s - time.monotonic()))
-        return arrays
 
     def release(self, ticket_id: str) -> None:
         self._inner.release(ticket_id)

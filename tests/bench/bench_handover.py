@@ -1,0 +1,163 @@
+"""KV from a prefill worker's cache into a decode worker's: what each transport makes of one copy, and how much streaming hides.
+
+Two actors of a local Ray hold caches of the default model's shape. A hand-over is offer, ticket to the other process, fetch into
+its blocks. It is held against one memory copy of the same bytes in the same run, and a library's transport against what the
+library moves by itself between the same memories. Streaming is measured on the whole live path: how long after the last
+chunk the decode worker has all KV, against the hand-over in one piece.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from tests.bench.harness import Figure, Report, at_least, at_most
+from workers.batching import layer_groups
+from workers.kv_transfer.base import KVDescriptor, KVTicket
+from workers.kv_transfer.blocks import KVBlocks
+from workers.kv_transfer.registered import RegisteredTransport
+
+KV = KVDescriptor("gqa", 1, "float32", (2, 3, 64), num_layers=30, block_tokens=64, layer_block_bytes=64 * 2 * 3 * 64 * 4)
+BLOCKS = 32
+CACHE_BLOCKS = 100
+LEASE_S = 60.0
+ROUNDS = 9
+LIBRARIES = {"nixl": "nixl_cu12", "mooncake": "mooncake"}
+
+
+class Cache:
+    """One worker's cache and transport, in an actor of its own."""
+
+    def __init__(self, name: str) -> None:
+        from workers.kv_transfer.select import make_transport
+
+        self._rows = tuple(np.full((CACHE_BLOCKS, KV.layer_block_bytes), layer, np.uint8) for layer in range(KV.num_layers))
+        self._transport = make_transport(name, KV)
+        self._transport.register(self._rows)
+
+    def offer(self, ids: Sequence[int], layers: range) -> tuple[KVTicket, float]:
+        return timed(lambda: self._transport.offer(self._blocks(ids, layers), LEASE_S))
+
+    def fetch(self, ticket: KVTicket, ids: Sequence[int], layers: range) -> float:
+        return timed(lambda: self._transport.fetch(ticket, self._blocks(ids, layers), LEASE_S))[1]
+
+    def release(self, ticket_id: str) -> None:
+        self._transport.release(ticket_id)
+
+    def by_itself(self, ticket: KVTicket, ids: Sequence[int]) -> float:
+        """The library's own read of the same memory: no contract, no checks."""
+        transport, bytes_a_layer = self._transport, len(ids) * KV.layer_block_bytes
+        assert isinstance(transport, RegisteredTransport)
+        where = ticket.location
+        offset = ids[0] * KV.layer_block_bytes
+        local = [int(rows.ctypes.data) + offset for rows in self._rows]
+        reads = [(ours, base + offset, bytes_a_layer) for ours, base in zip(local, where.bases, strict=True)]
+        return timed(lambda: transport._read(where.peer, reads, time.monotonic() + LEASE_S))[1]
+
+    def copy_s(self) -> float:
+        source = np.ones(BLOCKS * KV.block_bytes, np.uint8)
+        target = np.zeros_like(source)
+        return statistics.median(timed(lambda: np.copyto(target, source))[1] for _ in range(ROUNDS))
+
+    def _blocks(self, ids: Sequence[int], layers: range) -> KVBlocks:
+        return KVBlocks(self._rows, tuple(ids)).layers(layers.start, layers.stop)
+
+
+def timed(call: Callable[[], Any]) -> tuple[Any, float]:
+    began_s = time.perf_counter()
+    result = call()
+    return result, time.perf_counter() - began_s
+
+
+class Pair:
+    """A source and a target that have the same transport."""
+
+    def __init__(self, ray: Any, name: str) -> None:
+        self._get = ray.get
+        self.source, self.target = (ray.remote(Cache).options(num_cpus=0).remote(name) for _ in range(2))
+
+    def hand_over(self, ids: Sequence[int], layers: range) -> tuple[float, float, float]:
+        """Seconds in all, of the offer, and of the fetch."""
+        began_s = time.perf_counter()
+        ticket, offer_s = self._get(self.source.offer.remote(ids, layers))
+        fetch_s = self._get(self.target.fetch.remote(ticket, ids, layers))
+        whole_s = time.perf_counter() - began_s
+        self._get(self.source.release.remote(ticket.id))
+        return whole_s, offer_s, fetch_s
+
+    def by_itself(self, ids: Sequence[int]) -> float:
+        ticket, _ = self._get(self.source.offer.remote(ids, range(KV.num_layers)))
+        seconds: float = self._get(self.target.by_itself.remote(ticket, ids))
+        self._get(self.source.release.remote(ticket.id))
+        return seconds
+
+    def copy_s(self) -> float:
+        seconds: float = self._get(self.target.copy_s.remote())
+        return seconds
+
+
+def median_hand_over(pair: Pair, ids: Sequence[int], layers: range) -> tuple[float, float, float]:
+    pair.hand_over(ids, layers)
+    rounds = [pair.hand_over(ids, layers) for _ in range(ROUNDS)]
+    whole, offer, fetch = (statistics.median(column) for column in zip(*rounds, strict=True))
+    return whole, offer, fetch
+
+
+@contextmanager
+def local_ray() -> Iterator[Any]:
+    from conductor.cluster import actor_environment, connect
+    from conductor.config import ClusterSection
+
+    connect(ClusterSection(), 2, actor_environment(1))
+    import ray
+
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def object_store_figures(pair: Pair) -> list[Figure]:
+    every, side_by_side = range(KV.num_layers), list(range(BLOCKS))
+    scattered = np.random.default_rng(0).permutation(CACHE_BLOCKS)[:BLOCKS].tolist()
+    copy_s = statistics.median(pair.copy_s() for _ in range(3))
+    whole_s, offer_s, fetch_s = median_hand_over(pair, side_by_side, every)
+    note = f"{1e3 * whole_s:.1f} ms (offer {1e3 * offer_s:.1f}, fetch {1e3 * fetch_s:.1f}) against {1e3 * copy_s:.1f} ms"
+    apart_s = median_hand_over(pair, scattered, every)[0]
+    chunk = list(range(8))
+    last_s = median_hand_over(pair, chunk, layer_groups(KV.num_layers, len(chunk) * KV.layer_block_bytes)[-1])[0]
+    return [
+        at_most("object_store_over_copy", whole_s / copy_s, 2.5, "ratio", note),
+        Figure("object_store_scattered_over_copy", apart_s / copy_s, "ratio", note="blocks in random places on both sides"),
+        at_least("hidden_by_streaming", 1 - last_s / whole_s, 0.8, "ratio", f"the last layer group takes {1e3 * last_s:.1f} ms"),
+    ]
+
+
+def library_figures(pair: Pair, name: str) -> list[Figure]:
+    ids = list(range(BLOCKS))
+    nbytes = BLOCKS * KV.block_bytes
+    pair.by_itself(ids)
+    alone, ours = [], []
+    for _ in range(ROUNDS):
+        alone.append(pair.by_itself(ids))
+        ours.append(pair.hand_over(ids, range(KV.num_layers))[2])
+    share = statistics.median(alone) / statistics.median(ours)
+    speeds = [nbytes / statistics.median(seconds) / 1e9 for seconds in (ours, alone)]
+    return [at_least(f"{name}_share_of_library", share, 0.8, "ratio", f"{speeds[0]:.2f} of {speeds[1]:.2f} GB/s")]
+
+
+def run() -> Report:
+    with local_ray() as ray:
+        figures = object_store_figures(Pair(ray, "object_store"))
+        for name, module in LIBRARIES.items():
+            if importlib.util.find_spec(module) is None:
+                figures.append(Figure(f"{name}_share_of_library", None, "ratio", note=f"{module} is not installed"))
+            else:
+                figures += library_figures(Pair(ray, name), name)
+    return Report("handover", figures, "python -m tests.bench handover")
