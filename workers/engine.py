@@ -133,7 +133,7 @@ class Engine:
     # --- KV in and out ------------------------------------------------------------------------------------------------
 
     def receive(self, sequence: KVSequence, blocks: range, fill: Fill, layers: range | None = None) -> None:
-        """Have `fill` bring KV from elsewhere into `blocks` of an adopted sequence, except what it has, in some layers or all."""
+        """Have `fill` bring KV from elsewhere into `blocks` of an adopted sequence, except what it has; all layers or some."""
         skip = max(0, sequence.named - blocks.start)
         if skip < len(blocks):
             self.cache.fill(sequence.table[blocks.start + skip : blocks.stop], lambda into: fill(into, skip), layers)

@@ -1,9 +1,9 @@
-"""KV from a prefill worker's cache into a decode worker's: what each transport makes of one copy, and how much streaming hides.
+"""KV from a prefill worker's cache into a decode worker's: what each transport makes of it, and what streaming leaves of it.
 
-Two actors of a local Ray hold caches of the default model's shape. A hand-over is offer, ticket to the other process, fetch into
-its blocks. It is held against one memory copy of the same bytes in the same run, and a library's transport against what the
-library moves by itself between the same memories. Streaming is measured on the whole live path: how long after the last
-chunk the decode worker has all KV, against the hand-over in one piece.
+Two actors of a local Ray hold caches of the default model's shape. A hand-over is offer, ticket to the other process, and fetch
+into its blocks. It is held against one memory copy of the same bytes in the same run, and a library's transport against what
+the library moves by itself between the same memories. What streaming leaves to wait for is the last group of layers of the last
+chunk: that hand-over is held against the one of the whole prompt in one piece.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def object_store_figures(pair: Pair) -> list[Figure]:
     return [
         at_most("object_store_over_copy", whole_s / copy_s, 2.5, "ratio", note),
         Figure("object_store_scattered_over_copy", apart_s / copy_s, "ratio", note="blocks in random places on both sides"),
-        at_least("hidden_by_streaming", 1 - last_s / whole_s, 0.8, "ratio", f"the last layer group takes {1e3 * last_s:.1f} ms"),
+        at_least("hidden_by_streaming", 1 - last_s / whole_s, 0.8, "ratio", f"the last group takes {1e3 * last_s:.1f} ms"),
     ]
 
 
