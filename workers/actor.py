@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from conductor.core.events import Event, RequestFailed, TransferFailed, TransferFinished
+from conductor.core.events import Event, LinkMeasured, RequestFailed, TransferFailed, TransferFinished
 from conductor.core.messages import GenerationJob, TokenOutput
 from conductor.core.types import BlockHash, FinishReason, RequestId, Tier, WorkerId, WorkerLoad, WorkerSpec
 from workers.assembly import Build, build_parts, warm_up
@@ -28,7 +28,10 @@ from workers.config import WorkerConfig
 from workers.jobs import JobKey, job_key, last_output
 from workers.kv_transfer.base import KVTicket, TransferError
 from workers.kv_transfer.blocks import KVBlocks
+from workers.kv_transfer.link_meter import LinkSpeed
+from workers.kv_transfer.paired import PairedTransports
 from workers.output_channels import OutputChannels
+from workers.pairs import Pairs
 from workers.reporter import Reporter
 
 logger = logging.getLogger(__name__)
@@ -36,6 +39,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 TRANSFER_THREADS = 4
 MAX_REMEMBERED_ENDS = 10_000
+LINK_CHANGE = 0.05  # of the bandwidth last told; less is not worth telling
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,7 @@ class Offer:
     blocks: tuple[BlockHash, ...]
     first: int
     ticket: KVTicket
+    worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,7 @@ class WorkerActor(ABC):
         self._parts = build(config)
         self.engine = self._parts.engine
         self.cache = self.engine.cache
-        self.transport = self._parts.transport
+        self.transport = PairedTransports(self.cache.kv, self._parts.transports)
         self.transport.register(self.cache.rows)
         warm_up(self.engine)
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
@@ -76,6 +81,8 @@ class WorkerActor(ABC):
         self._ended: OrderedDict[JobKey, bool] = OrderedDict()  # whether it ended in the ordinary way
         self._tasks: set[asyncio.Task[Any]] = set()
         self._wake = asyncio.Event()
+        self._told_links: dict[WorkerId, LinkSpeed] = {}
+        self._pairs = Pairs(self.id, self.transport, self._move, self._spawn)
         self._started = False
         self._in_loop: Callable[..., Any]  # has the event loop make a call, from any thread
 
@@ -103,6 +110,7 @@ class WorkerActor(ABC):
         """Report to `conductor` from now on, first a snapshot."""
         self._start()
         self._reporter.attach(conductor, epoch)
+        self._told_links.clear()
 
     async def snapshot(self) -> None:
         self._reporter.ask_snapshot()
@@ -128,7 +136,9 @@ class WorkerActor(ABC):
             "cached_idle_blocks": self.cache.idle,
             "pinned_blocks": self.cache.pinned,
             "offers": self.transport.offered,
-            "protocol": self.transport.protocol,
+            "protocols": self.transport.protocols,
+            "transport_of_peer": self.transport.chosen(),
+            "transport_fallbacks": self.transport.fallbacks,
             "unread_outputs": self._channels.unread,
             "attached": self._reporter.attached,
         }
@@ -141,8 +151,8 @@ class WorkerActor(ABC):
 
     # --- blocks between workers ---------------------------------------------------------------------------------------
 
-    async def offer_blocks(self, blocks: Sequence[BlockHash], first: int = 0) -> Offer | None:
-        """Pin the longest held prefix of `blocks`, which begin at a root, and publish it without its first `first` ones.
+    async def offer_blocks(self, blocks: Sequence[BlockHash], first: int = 0, peer: WorkerId | None = None) -> Offer | None:
+        """Pin the longest held prefix of `blocks`, which begin at a root, and publish it for `peer`, all but its first `first`.
 
         None when no more than `first` are held. The offer ends with `release_offer` or its lease.
         """
@@ -152,12 +162,12 @@ class WorkerActor(ABC):
             self.cache.release(ids)
             return None
         try:
-            ticket = await self._move(self._publish, ids[first:])
+            ticket = await self._move(self._publish, ids[first:], peer)
         except BaseException:
             self.cache.release(ids)
             raise
         self._offers[ticket.id] = ids
-        return Offer(ticket.id, tuple(blocks[: len(ids)]), first, ticket)
+        return Offer(ticket.id, tuple(blocks[: len(ids)]), first, ticket, self.id)
 
     async def release_offer(self, offer_id: str) -> None:
         self.transport.release(offer_id)
@@ -182,26 +192,58 @@ class WorkerActor(ABC):
             return Pulled()
         began_s = time.perf_counter()
         async with asyncio.timeout(self.config.lease_s):
-            offer: Offer | None = await source.offer_blocks.remote(tuple(blocks), held)
+            offer = await self._take_offer(source, blocks, held)
+            while offer is None:  # over a transport that failed; the source has another
+                offer = await self._take_offer(source, blocks, held)
+        self._reporter.touch()
+        self._pairs.fetching_from(offer.worker, source)
+        return Pulled(len(offer.blocks) - offer.first, offer.ticket.nbytes, time.perf_counter() - began_s)
+
+    async def _take_offer(self, source: Any, blocks: Sequence[BlockHash], held: int) -> Offer | None:
+        """Have the missing blocks offered, and keep them. None when the transport failed and the source has another."""
+        with self.transport.meter.transfer() as moved:
+            offer: Offer | None = await source.offer_blocks.remote(tuple(blocks), held, self.id)
             if offer is None:
                 raise TransferError(f"the source holds none of the {len(blocks) - held} missing blocks")
             try:
-                await self._move(self._fetch_prefix, offer)
+                full = await self._move(self._fetch_prefix, offer)
+            except TransferError as error:
+                if await source.shun_transport.remote(self.id, offer.ticket.transport, failure_text(error)):
+                    return None
+                raise
             finally:
                 self._spawn(quietly(source.release_offer.remote(offer.id)))
-        self._reporter.touch()
-        return Pulled(len(offer.blocks) - offer.first, offer.ticket.nbytes, time.perf_counter() - began_s)
+            if full is not None:
+                raise TransferError(f"{full.needed} blocks are needed for a pull, {full.available} can be had")
+            moved.was(offer.worker, offer.ticket.transport, offer.ticket.nbytes)
+        self._report_link(offer.worker)
+        return offer
 
-    def _fetch_prefix(self, offer: Offer) -> None:
+    def _fetch_prefix(self, offer: Offer) -> OutOfBlocks | None:
         def fill(into: KVBlocks, skip: int) -> None:
             self.transport.fetch(offer.ticket, into, self.config.lease_s, skip)
 
-        full = self.cache.import_prefix(offer.blocks, offer.first, fill)
-        if isinstance(full, OutOfBlocks):
-            raise TransferError(f"{full.needed} blocks are needed for a pull, {full.available} can be had")
+        return self.cache.import_prefix(offer.blocks, offer.first, fill)
 
-    def _publish(self, ids: list[int]) -> KVTicket:
-        return self.transport.offer(self.cache.blocks(ids), self.config.lease_s)
+    def _publish(self, ids: list[int], peer: WorkerId | None) -> KVTicket:
+        return self.transport.offer(self.cache.blocks(ids), self.config.lease_s, peer)
+
+    async def offer_probes(self) -> list[KVTicket]:
+        """A small offer over each transport, for a peer to rank them by."""
+        tickets: list[KVTicket] = await self._move(self.transport.offer_probes)
+        return tickets
+
+    async def rank_transports(self, peer: WorkerId, tickets: Sequence[KVTicket]) -> tuple[str, ...]:
+        """The transports by which a peer's probes came here, fastest first."""
+        ranked: tuple[str, ...] = await self._move(self.transport.rank_probes, peer, tickets)
+        return ranked
+
+    async def use_transports(self, peer: WorkerId, ranked: Sequence[str]) -> None:
+        self.transport.use(peer, ranked)
+
+    async def shun_transport(self, peer: WorkerId, name: str, reason: str) -> bool:
+        """A transport has failed `peer`; tells whether another one takes its place."""
+        return self.transport.shun(peer, name, reason)
 
     # --- for the two kinds --------------------------------------------------------------------------------------------
 
@@ -263,6 +305,19 @@ class WorkerActor(ABC):
     async def _move(self, function: Callable[..., T], *args: Any) -> T:
         """In a transfer thread."""
         return await asyncio.get_running_loop().run_in_executor(self._transfer, function, *args)
+
+    def _report_link(self, peer: WorkerId) -> None:
+        """Tell what the link from a peer is worth, when that has changed."""
+        known = self.transport.speed_from(peer)
+        if known is None or not self._reporter.attached:
+            return
+        name, speed = known
+        told = self._told_links.get(peer)
+        if told is not None and abs(speed.bytes_per_s / told.bytes_per_s - 1) < LINK_CHANGE:
+            return
+        self._told_links[peer] = speed
+        protocol = self.transport.protocols[name]
+        self._report(LinkMeasured(self.id, self._reporter.epoch, peer, name, protocol, speed.bytes_per_s, speed.latency_s))
 
     def _report(self, *events: Event) -> None:
         self._reporter.add(*events)

@@ -6,7 +6,7 @@ and other models put theirs in its place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -24,7 +24,7 @@ from workers.device_cache import DeviceCache
 from workers.engine import Engine
 from workers.kv_transfer.base import KVDescriptor, KVTransport
 from workers.kv_transfer.blocks import KVBlocks
-from workers.kv_transfer.select import make_transport
+from workers.kv_transfer.select import make_transports
 from workers.kv_transfer.throttled import LinkLimit
 from workers.profiler import Profiler
 from workers.sequence import KVSequence, Prompt
@@ -38,7 +38,7 @@ class WorkerParts:
     """`root_of(domain)` is the hash that the first block of a prompt of a cache domain chains to."""
 
     engine: Engine
-    transport: KVTransport
+    transports: Mapping[str, KVTransport]  # by name, in order of preference
     profile: CostProfile
     model_name: str
     root_of: Callable[[str], BlockHash]
@@ -55,7 +55,7 @@ def build_parts(config: WorkerConfig) -> WorkerParts:
     namespace = loaded.card.namespace
     return WorkerParts(
         engine=engine,
-        transport=make_transport(config.transport, engine.cache.kv, config.link),
+        transports=make_transports(config.transport, engine.cache.kv, config.link),
         profile=config.profile or measured_profile(config, loaded, engine.cache),
         model_name=loaded.card.name,
         root_of=lambda domain: KVNamespace(namespace, config.block_tokens, salt=domain).seed,
@@ -67,7 +67,7 @@ def measured_profile(config: WorkerConfig, loaded: LoadedModel, cache: DeviceCac
 
     Transfers are measured over the transport without its throttle, which is added afterwards: it is no property of the machine.
     """
-    transport = make_transport(config.transport, PROBE)
+    transport = next(iter(make_transports(config.transport, PROBE).values()))
     profiler = Profiler(
         loaded.model,
         cache.paged,

@@ -8,7 +8,7 @@ from typing import Any
 from conductor.core.cost_profile import CostProfile
 from conductor.core.types import Role
 from workers.batching import DEFAULT_CHUNK_TOKENS
-from workers.kv_transfer.select import TRANSPORTS
+from workers.kv_transfer.select import transport_names
 from workers.kv_transfer.throttled import LinkLimit
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -19,6 +19,7 @@ class WorkerConfig:
     """One worker. Its KV memory is `num_blocks` blocks, or as many as fit into `kv_memory_bytes`; exactly one is given.
 
     `node`, `rack` and `zone` name where it runs (node None: the host's name). `profile` None: measured on first use.
+    `transport` is one, several in order of preference, separated by commas, or `auto`.
     `lease_s` bounds how long an offer or an unfinished hand-over may hold blocks.
     """
 
@@ -62,7 +63,7 @@ class WorkerConfig:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be above 0")
         _one_of("compute_dtype", self.compute_dtype, DTYPES)
         _one_of("kv_dtype", self.kv_dtype, DTYPES)
-        _one_of("transport", self.transport, tuple(TRANSPORTS))
+        transport_names(self.transport)
 
     def blocks(self, block_bytes: int) -> int:
         """How many blocks of `block_bytes` the worker has. Raises `ValueError` when not one fits."""

@@ -13,11 +13,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from conductor.core.messages import GenerationJob
+from conductor.core.types import WorkerId
 from workers.block_pool import OutOfBlocks
 from workers.engine import Engine
 from workers.jobs import HandoverPart, PartKey
-from workers.kv_transfer.base import KVTransport
 from workers.kv_transfer.blocks import KVBlocks
+from workers.kv_transfer.paired import PairedTransports
 from workers.sequence import KVSequence, Prompt
 
 
@@ -30,6 +31,7 @@ class Incoming:
     """One hand-over. `deadline_s` (event loop time) moves on with every part; once `dropped`, it takes nothing more."""
 
     job: GenerationJob
+    source: WorkerId
     prompt: Prompt
     deadline_s: float
     sequence: KVSequence | None = None
@@ -45,7 +47,7 @@ class Receiver:
     """Reserves blocks for hand-overs and fetches their parts. `move` runs a function in a transfer thread."""
 
     def __init__(
-        self, engine: Engine, transport: KVTransport, move: Callable[..., Awaitable[None]], fetch_timeout_s: float
+        self, engine: Engine, transport: PairedTransports, move: Callable[..., Awaitable[None]], fetch_timeout_s: float
     ) -> None:
         self._engine = engine
         self._transport = transport
@@ -91,7 +93,9 @@ class Receiver:
         if blocks.stop <= sequence.named:
             return  # cached here already
         began_s = time.perf_counter()
-        await self._move(self._fetch_and_write, sequence, part)
+        with self._transport.meter.transfer() as moved:
+            await self._move(self._fetch_and_write, sequence, part)
+            moved.was(incoming.source, part.ticket.transport, part.ticket.nbytes)
         incoming.nbytes += part.ticket.nbytes
         incoming.transfer_s += time.perf_counter() - began_s
 

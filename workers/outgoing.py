@@ -14,11 +14,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from conductor.core.types import WorkerId
 from workers.batching import layer_groups
 from workers.block_pool import BlockId
 from workers.device_cache import DeviceCache
 from workers.jobs import HandoverPart, PartKey
-from workers.kv_transfer.base import KVTicket, KVTransport
+from workers.kv_transfer.base import KVTicket
+from workers.kv_transfer.paired import PairedTransports
 
 Deliver = Callable[[HandoverPart], Awaitable[bool]]
 """Lets the decode worker take a part; tells whether it has."""
@@ -29,13 +31,13 @@ class Sender:
     """What a worker's outgoing KV shares. `move` runs a function in a transfer thread, `spawn` starts a task."""
 
     cache: DeviceCache
-    transport: KVTransport
+    transport: PairedTransports
     move: Callable[..., Awaitable[Any]]
     spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
     lease_s: float
 
-    def publish(self, part: Part) -> KVTicket:
-        return self.transport.offer(self.cache.blocks(part.ids, part.layers), self.lease_s)
+    def publish(self, part: Part, peer: WorkerId | None) -> KVTicket:
+        return self.transport.offer(self.cache.blocks(part.ids, part.layers), self.lease_s, peer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +50,13 @@ class Part:
 
 
 class Outgoing:
-    """`deliver` is called for each part that can be sent early."""
+    """`deliver` is called for each part that can be sent early; `peer` names the target, once it is known."""
 
-    def __init__(self, sender: Sender, deliver: Deliver) -> None:
+    def __init__(self, sender: Sender, deliver: Deliver, peer: Callable[[], WorkerId | None]) -> None:
         self.sent_blocks = 0
         self._sender = sender
         self._deliver = deliver
+        self._peer = peer
         self._offers: list[asyncio.Task[HandoverPart]] = []
         self._pins: list[Sequence[BlockId]] = []
         self._delivered: set[PartKey] = set()
@@ -66,9 +69,9 @@ class Outgoing:
     # --- cutting, in any thread ---------------------------------------------------------------------------------------
 
     def groups(self, blocks: int) -> list[range]:
-        """The groups of layers in which so many new blocks are sent."""
+        """The groups of layers in which so many blocks are sent: while one is read, the next can be written."""
         kv = self._sender.cache.kv
-        return layer_groups(kv.num_layers, blocks * kv.layer_block_bytes)
+        return layer_groups(kv.num_layers, blocks * kv.layer_block_bytes) if blocks else []
 
     def cut(self, table: Sequence[BlockId], blocks: range, layers: range) -> Part:
         """Take hold of some blocks of the table as it is now. Every part that is cut must be sent."""
@@ -102,7 +105,7 @@ class Outgoing:
             self._sender.cache.release(ids)
 
     async def _send(self, part: Part) -> HandoverPart:
-        offered = HandoverPart(part.first_block, await self._sender.move(self._sender.publish, part))
+        offered = HandoverPart(part.first_block, await self._sender.move(self._sender.publish, part, self._peer()))
         if not self._closed:
             self._sender.spawn(self._deliver_early(offered))
         return offered
@@ -113,8 +116,10 @@ class Outgoing:
             self._sender.transport.release(part.ticket.id)
 
     async def _renewed(self, part: HandoverPart) -> HandoverPart:
-        """The part, offered once more if much of its lease has passed."""
-        if part.ticket.expires_s - time.time() > self._sender.lease_s / 2:
+        """The part, offered once more if much of its lease has passed or its transport has failed."""
+        peer = self._peer()
+        failed = peer is not None and self._sender.transport.shunned(peer, part.ticket.transport)
+        if not failed and part.ticket.expires_s - time.time() > self._sender.lease_s / 2:
             return part
         position = next(i for i, offer in enumerate(self._offers) if offer.result() is part)
         again = Part(part.first_block, tuple(self._pins[position]), part.layers)
@@ -124,4 +129,4 @@ class Outgoing:
         return await asyncio.shield(self._offers[-1])
 
     async def _publish_again(self, part: Part) -> HandoverPart:
-        return HandoverPart(part.first_block, await self._sender.move(self._sender.publish, part))
+        return HandoverPart(part.first_block, await self._sender.move(self._sender.publish, part, self._peer()))

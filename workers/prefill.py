@@ -26,6 +26,7 @@ from workers.block_pool import OutOfBlocks
 from workers.config import WorkerConfig
 from workers.engine import OnLayer
 from workers.jobs import HandoverPart, JobKey, finish_reason, job_key, last_output, prompt_of, refusal, token_output
+from workers.kv_transfer.base import TransferError
 from workers.outgoing import Outgoing, Sender
 from workers.sequence import KVSequence, Prompt
 
@@ -91,7 +92,7 @@ class PrefillWorker(WorkerActor):
             return
         entry = _Entry(job, placement, prompt_of(job, self._parts.root_of(job.request.cache_domain)))
         if decode is not None and placement.decode is not None:
-            entry.choose(placement.decode, decode)
+            self._choose(entry, placement.decode, decode)
         self._entries[key] = entry
         self._queue.append(entry)
         if source is not None and placement.reuse.fetched_tokens > 0:
@@ -109,7 +110,11 @@ class PrefillWorker(WorkerActor):
             self._fail(entry.job, f"decode worker {worker_id} is gone", worker_id)
             await self._abandon(entry)
         else:
-            entry.choose(worker_id, decode)
+            self._choose(entry, worker_id, decode)
+
+    def _choose(self, entry: _Entry, worker_id: WorkerId, decode: Any) -> None:
+        entry.choose(worker_id, decode)
+        self._pairs.offering_to(worker_id, decode)
 
     async def cancel(self, request_id: RequestId, attempt: int) -> None:
         self._end((request_id, attempt))
@@ -227,10 +232,9 @@ class PrefillWorker(WorkerActor):
         """The reused prefix goes out at once."""
         if entry.ends_with_first_token:
             return
-        outgoing = Outgoing(self._sender, lambda part: self._deliver_early(entry, part))
+        outgoing = Outgoing(self._sender, lambda part: self._deliver_early(entry, part), lambda: entry.decode_id)
         entry.outgoing, outgoing.sent_blocks = outgoing, sequence.named
-        if sequence.named:
-            layers = range(self.cache.kv.num_layers)
+        for layers in outgoing.groups(sequence.named):
             outgoing.send(outgoing.cut(sequence.table, range(sequence.named), layers))
 
     def _sent_by_layer(self, entry: _Entry, sequence: KVSequence, computed: int) -> OnLayer | None:
@@ -260,6 +264,8 @@ class PrefillWorker(WorkerActor):
             await entry.decode.receive_parts.remote(entry.job, entry.placement, [part])
         except Exception as error:
             logger.info("an early part of request %s was not taken: %s", entry.job.request.id, failure_text(error))
+            if isinstance(error, TransferError) and entry.decode_id is not None:
+                self.transport.shun(entry.decode_id, part.ticket.transport, failure_text(error))
             return False
         return True
 

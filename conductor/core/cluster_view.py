@@ -11,7 +11,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from conductor.core.commands import Command
 from conductor.core.decode_pool import DecodePool
+from conductor.core.events import LinkMeasured
+from conductor.core.links import Links
 from conductor.core.prefill_pool import PrefillPool, tier_bytes_per_s
 from conductor.core.prefix_index import PrefixIndex
 from conductor.core.trust import Trust
@@ -46,6 +49,7 @@ class ClusterView:
         self._flows_out: dict[str, int] = {}
         self._tier_bytes_per_s: dict[Holder, float] = {}
         self._empty_slot = index.add(EMPTY)
+        self.links = Links(self.prefill)
 
     def join(self, spec: WorkerSpec, epoch: int) -> None:
         self.epochs[spec.id] = epoch
@@ -67,6 +71,7 @@ class ClusterView:
     def leave(self, worker: WorkerId) -> None:
         del self.epochs[worker]
         spec = self.specs.pop(worker)
+        self.links.forget(worker)
         if worker in self.prefill:
             self.prefill.leave(worker)
         if worker in self.decode:
@@ -76,6 +81,12 @@ class ClusterView:
             self.forget_holder(Holder(spec.node, Tier.HOST))
             self.forget_holder(Holder(spec.node, Tier.DISK))
         self._list_lower_holders()
+
+    def link_measured(self, event: LinkMeasured, now: float) -> list[Command]:
+        """The estimates of transfers to this worker follow; a former life of it measured another process."""
+        if self.epochs.get(event.worker_id) == event.epoch:
+            self.links.observe(event)
+        return []
 
     def drain(self, worker: WorkerId) -> None:
         for pool in (self.prefill, self.decode):
@@ -121,7 +132,7 @@ class ClusterView:
         """What is believed of each worker, as JSON values."""
         described: dict[WorkerId, dict[str, Any]] = {}
         for worker in sorted(self.specs):
-            values = described[worker] = {}
+            values = described[worker] = {"links": self.links.describe(worker)}
             if worker in self.prefill:
                 pool, row = self.prefill, self.prefill.row[worker]
                 values |= {"trust": trust.level(worker).value, "kept_claims": trust.share(worker)}

@@ -166,6 +166,19 @@ class TransferFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkMeasured:
+    """How KV really comes to `worker_id` from `source` when nothing else is under way; `protocol` is what carries it."""
+
+    worker_id: WorkerId
+    epoch: int
+    source: WorkerId
+    transport: str
+    protocol: str
+    bytes_per_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed: the answer to `Scheduler.next_deadline()`."""
 
@@ -190,5 +203,6 @@ Event: TypeAlias = (
     | RequestFailed
     | TransferFinished
     | TransferFailed
+    | LinkMeasured
     | Tick
 )

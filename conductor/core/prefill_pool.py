@@ -144,6 +144,11 @@ class PrefillPool(WorkerTable):
         self._work[spec.id] = {}
         self.awaits_handover = bool(self.handover_groups.any())
 
+    def relink(self, worker: WorkerId, bytes_per_s: float, latency_s: float) -> None:
+        """What brings KV to a worker is worth this."""
+        row = self.row[worker]
+        self.link_bytes_per_s[row], self.latency_s[row] = bytes_per_s, latency_s
+
     def leave(self, worker: WorkerId) -> None:
         self._delete(worker)
         del self._work[worker]

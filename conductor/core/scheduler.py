@@ -29,6 +29,7 @@ from conductor.core.events import (
     FirstToken,
     HandoverFinished,
     IndexSnapshot,
+    LinkMeasured,
     LoadReported,
     PrefillFinished,
     PrefillStarted,
@@ -52,14 +53,7 @@ from conductor.core.policies import policy_named
 from conductor.core.policies.conductor import least_work_s
 from conductor.core.prefix_index import PrefixIndex
 from conductor.core.requests import Outcome, Phase, RequestState, RequestTable
-from conductor.core.types import (
-    SLO,
-    FinishReason,
-    Rejection,
-    RejectReason,
-    RequestId,
-    WorkerId,
-)
+from conductor.core.types import SLO, FinishReason, Rejection, RejectReason, RequestId, WorkerId
 
 FREEING = frozenset((PrefillFinished, HandoverFinished, RequestFailed, RequestCancelled, WorkerJoined, WorkerLost))
 """Events after which a prefill worker may be free that was not before."""
@@ -114,6 +108,7 @@ class Scheduler:
             RequestFailed: self._handle_request_failed,
             TransferFinished: self._migration.finished,
             TransferFailed: self._migration.failed,
+            LinkMeasured: self._view.link_measured,
             Tick: self._handle_tick,
         }
 

@@ -85,10 +85,18 @@ class Cluster:
     outputs: dict[str, list[TokenOutput]] = field(default_factory=dict)
     readers: list[asyncio.Task[None]] = field(default_factory=list)
 
-    async def add(self, worker_id: str, *, model: ChainModel | None = None, read: bool = True, **changes: Any) -> Any:
+    async def add(
+        self,
+        worker_id: str,
+        *,
+        model: ChainModel | None = None,
+        read: bool = True,
+        build: Build | None = None,
+        **changes: Any,
+    ) -> Any:
         kind = PrefillWorker if worker_id.startswith("p") else DecodeWorker
         config = worker_config(worker_id, **changes)
-        worker = kind(config, loopback_parts(self.fabric, model))
+        worker = kind(config, build or loopback_parts(self.fabric, model))
         self.workers[worker_id] = worker
         self.handles[worker_id] = Handle(worker)
         await worker.attach(Handle(self.conductor), 1)
@@ -148,7 +156,8 @@ def loopback_parts(fabric: Fabric, model: ChainModel | None = None) -> Build:
     def build(config: WorkerConfig) -> WorkerParts:
         loaded = model or ChainModel()
         engine = Engine(loaded, make_cache(config, loaded.layout))
-        return WorkerParts(engine, LoopbackTransport(engine.cache.kv, fabric), PROFILE, "chain", lambda tenant: ROOT)
+        transports = {"loopback": LoopbackTransport(engine.cache.kv, fabric)}
+        return WorkerParts(engine, transports, PROFILE, "chain", lambda tenant: ROOT)
 
     return build
 

@@ -1,4 +1,4 @@
-"""Prefill and decode as Ray actors with the default model: KV through the object store, tokens through streaming generators."""
+"""Prefill and decode as Ray actors with the default model: KV over each transport, tokens through streaming generators."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from conductor.core.events import Event, HandoverFinished, PrefillFinished, RequestFailed, RequestFinished, TransferFinished
 from conductor.core.hashing import KVNamespace, hash_blocks
 from conductor.core.messages import GenerationJob, SamplingParams, TokenOutput
 from conductor.core.types import Request, Role
+from models.base import ForwardBatch, PagedKVCache
 from models.folder import load_card
+from models.load import load_model
 from models.pull import DEFAULT_MODEL
 from tests.workers.actor_doubles import CHANNEL, PROFILE, place
 from tests.workers.doubles import packed
+from tests.workers.test_kv_transfer import installed
 from workers.config import WorkerConfig
 from workers.decode import DecodeWorker
 from workers.prefill import PrefillWorker
@@ -39,7 +43,12 @@ class Conductor:
 
 
 @pytest.fixture
-def actors(local_ray: Any) -> Iterator[dict[str, Any]]:
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(getattr(request, "param", "object_store"))
+
+
+@pytest.fixture
+def actors(local_ray: Any, transport: str) -> Iterator[dict[str, Any]]:
     handles = {"conductor": local_ray.remote(Conductor).options(num_cpus=0).remote()}
     for worker_id, kind, role in (
         ("p0", PrefillWorker, Role.PREFILL),
@@ -47,7 +56,13 @@ def actors(local_ray: Any) -> Iterator[dict[str, Any]]:
         ("d0", DecodeWorker, Role.DECODE),
     ):
         config = WorkerConfig(
-            worker_id=worker_id, role=role, model=DEFAULT_MODEL, num_blocks=24, chunk_tokens=64, profile=PROFILE
+            worker_id=worker_id,
+            role=role,
+            model=DEFAULT_MODEL,
+            num_blocks=24,
+            chunk_tokens=64,
+            profile=PROFILE,
+            transport=transport,
         )
         handles[worker_id] = local_ray.remote(kind).options(num_cpus=0, max_concurrency=100).remote(config)
     yield handles
@@ -72,7 +87,28 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_a_request_runs_through_real_actors(actors: dict[str, Any]) -> None:
+@pytest.fixture(scope="module")
+def uncached() -> list[int]:
+    """What the default model answers to `TOKENS`, greedily, everything computed again for every token."""
+    model, output = load_model(DEFAULT_MODEL).model, list[int]()
+    for _ in range(6):
+        tokens = [*TOKENS, *output]
+        batch = ForwardBatch(torch.tensor(tokens), [len(tokens)], [0], [[0, 1, 2]])
+        output.append(int(model.forward(batch, PagedKVCache(model.layout, 3, 64))[0].argmax()))
+    return output
+
+
+@pytest.mark.parametrize(
+    "transport",
+    [
+        "object_store",
+        pytest.param("nixl", marks=installed("nixl_cu12")),
+        pytest.param("mooncake", marks=installed("mooncake")),
+        "auto",
+    ],
+    indirect=True,
+)
+async def test_a_request_runs_through_real_actors(actors: dict[str, Any], uncached: list[int]) -> None:
     """Miss, hit, pull and cancel on a live cluster: same greedy output every way, true reuse, nothing left pinned."""
     workers = [actors[name] for name in ("p0", "p1", "d0")]
     outputs: list[TokenOutput] = []
@@ -94,8 +130,7 @@ async def test_a_request_runs_through_real_actors(actors: dict[str, Any]) -> Non
 
     miss, hit, pulled = await run("miss", "p0"), await run("hit", "p0"), await run("pull", "p1", "p0")
     tokens = [[output.token_id for output in answer] for answer in (miss, hit, pulled)]
-    assert len(tokens[0]) == 6
-    assert tokens[0] == tokens[1] == tokens[2]
+    assert tokens == [uncached] * 3
     assert [answer[0].reused_tokens for answer in (miss, hit, pulled)] == [0, 128, 128]
 
     await actors["p0"].prefill.remote(

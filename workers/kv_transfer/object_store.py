@@ -78,7 +78,7 @@ class _Pieces:
 
     def __reduce_ex__(self, protocol: Any) -> tuple[type, tuple[list[list[pickle.PickleBuffer]]]]:
         layers = range(len(self._blocks.rows))
-        return list, ([[pickle.PickleBuffer(piece) for piece in _small(self._blocks.views(layer))] for layer in layers],)
+        return list, ([[pickle.PickleBuffer(piece.data) for piece in _small(self._blocks.views(layer))] for layer in layers],)
 
 
 def _small(views: list[KVArray]) -> Iterator[KVArray]:
@@ -99,4 +99,5 @@ def _fill(into: KVBlocks, layer: int, pieces: list[KVArray], first: int) -> None
 
 def spans_hosts() -> bool:
     """Whether Ray joins several hosts: only then do bytes leave this one's memory, and are worth a checksum."""
-    return len({node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}) > 1
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return len({node["NodeManagerHostname"] for node in nodes if node["Alive"]}) > 1
