@@ -55,8 +55,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")
 
 
 def main() -> None:
-    """Entry point. Mounts the trace commands unless a command of this module is named."""
-    own = {"serve", "config", "model", "key", "explain", "verify", "counterfactual", "doctor", "--version"}
+    """Entry point. Mounts the trace commands unless a command that needs none of them is named."""
+    from conductor import cluster_commands
+
+    cluster_commands.register(app)
+    own = {"serve", "config", "model", "key", "explain", "verify", "counterfactual", "doctor", "drain", "demo", "--version"}
     if not own & set(sys.argv[1:2]):
         from conductor.flight_log import recording
         from models.cache import cache_root

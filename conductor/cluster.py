@@ -43,13 +43,15 @@ class ClusterError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """One worker to keep running: the class of its actor and what that is made from."""
+    """One worker to keep running: the class of its actor and what that is made from. `direct_transport`: it moves tensors
+    through Ray itself."""
 
     id: WorkerId
     role: Role
     threads: int
     actor_class: type
     config: Any
+    direct_transport: bool = False
 
 
 class ConductorActor(ConductorRuntime):
@@ -58,7 +60,8 @@ class ConductorActor(ConductorRuntime):
     def __init__(self, config: SchedulerConfig, logs: RunDirectory | None) -> None:
         log = None if logs is None else logs.open_run(config)
         scheduler = Scheduler(config, policy=load_policy(config.policy))
-        super().__init__(scheduler, log, Ports(is_worker_loss=is_worker_loss, on_fatal=_exit_process))
+        ports = Ports(is_worker_loss=is_worker_loss, on_fatal=_exit_process, stop_worker=_kill)
+        super().__init__(scheduler, log, ports)
 
     async def join(self, spec: WorkerSpec, handle: Any) -> int:
         """`add_worker` with this actor as the one to report to."""
@@ -110,6 +113,7 @@ def plan_workers(config: Config) -> list[WorkerPlan]:
 
 def _plan(config: Config, role: Role, number: int, actor_class: type) -> WorkerPlan:
     from workers.config import WorkerConfig
+    from workers.kv_transfer.throttled import LinkLimit
 
     section, worker_id = config.workers, f"{role.value}-{number}"
     try:
@@ -126,10 +130,11 @@ def _plan(config: Config, role: Role, number: int, actor_class: type) -> WorkerP
             compute_dtype=config.model.compute_dtype,
             kv_dtype=config.model.kv_dtype,
             transport=section.transport,
+            link=LinkLimit(section.link_gbps, section.link_latency_ms),
         )
     except ValueError as error:
         raise ClusterError(f"workers: {error}") from None
-    return WorkerPlan(worker_id, role, section.threads, actor_class, worker_config)
+    return WorkerPlan(worker_id, role, section.threads, actor_class, worker_config, "rdt_" in section.transport)
 
 
 class Cluster:
@@ -214,7 +219,12 @@ class Cluster:
         options |= {"scheduling_strategy": "SPREAD"}
         if self.config.cluster.address is not None:  # a local Ray has inherited it, which spares a slow set-up
             options |= {"runtime_env": {"env_vars": actor_environment(plan.threads)}}
-        return ray.remote(plan.actor_class).options(**options).remote(plan.config)
+        actor = (
+            ray.remote(enable_tensor_transport=True)(plan.actor_class)
+            if plan.direct_transport
+            else ray.remote(plan.actor_class)
+        )
+        return actor.options(**options).remote(plan.config)
 
     def _life(self) -> dict[str, Any]:
         return {"lifetime": "detached"} if self.config.cluster.detached else {}
@@ -241,12 +251,16 @@ class Cluster:
     # --- supervision --------------------------------------------------------------------------------------------------
 
     async def _supervise(self, plan: WorkerPlan) -> None:
-        """Start the worker again whenever it is lost, with growing pauses while it cannot start."""
+        """Start the worker again whenever it is lost, with growing pauses while it cannot start, unless it was drained."""
         section = self.config.cluster
         delay_s = section.restart_delay_s
         while True:
             await _until_gone(self._handles[plan.id])
             _kill(self._handles[plan.id])
+            if await self._retired(plan.id):
+                logger.info("worker %s has been drained and is not started again", plan.id)
+                self._specs.pop(plan.id, None)
+                return
             if not section.restart_workers:
                 logger.warning("worker %s is lost and is not started again (cluster.restart_workers is off)", plan.id)
                 return
@@ -259,6 +273,14 @@ class Cluster:
                 logger.error("worker %s could not be started again: %s", plan.id, error)
                 _kill(self._handles[plan.id])
                 delay_s = min(MAX_RESTART_DELAY_S, 2 * max(delay_s, section.restart_delay_s))
+
+    async def _retired(self, worker_id: WorkerId) -> bool:
+        try:
+            retired: bool = await self.conductor.retired.remote(worker_id)
+        except Exception as error:
+            logger.info("the Conductor does not say whether %s was drained: %s", worker_id, type(error).__name__)
+            return False
+        return retired
 
     async def _supervise_conductor(self) -> None:
         """Introduce the workers again whenever the Conductor's process was started again."""

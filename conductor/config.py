@@ -71,8 +71,14 @@ class WorkersSection(Section):
     prefill_blocks: int = Field(default=384, ge=8, description="KV blocks of one prefill worker")
     decode_blocks: int = Field(default=384, ge=8, description="KV blocks of one decode worker")
     chunk_tokens: PositiveInt = Field(default=512, description="longest run of prompt tokens computed in one step")
-    transport: str = Field(default="object_store", description="how KV moves between workers")
+    transport: str = Field(
+        default="object_store", description="how KV moves between workers: a name, several in order, or auto"
+    )
     max_batch: PositiveInt = Field(default=16, description="sequences that a decode worker runs together")
+    link_gbps: float | None = Field(
+        default=None, gt=0, description="slow every worker's link down to this; null leaves it alone"
+    )
+    link_latency_ms: float = Field(default=0.0, ge=0, description="delay added to every transfer")
 
 
 class FlightLogSection(Section):

@@ -7,8 +7,9 @@ an idle one, and what else is in flight is reckoned by whoever estimates.
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
+
+import numpy as np
 
 from conductor.core.events import LinkMeasured
 from conductor.core.prefill_pool import PrefillPool
@@ -29,8 +30,8 @@ class Links:
         sources = self._into.setdefault(event.worker_id, {})
         sources[event.source] = event
         if event.worker_id in self._pool:
-            bytes_per_s = statistics.median(link.bytes_per_s for link in sources.values())
-            latency_s = statistics.median(link.latency_s for link in sources.values())
+            bytes_per_s = float(np.median([link.bytes_per_s for link in sources.values()]))
+            latency_s = float(np.median([link.latency_s for link in sources.values()]))
             self._pool.relink(event.worker_id, bytes_per_s, latency_s)
 
     def forget(self, worker: WorkerId) -> None:

@@ -98,6 +98,22 @@ class Migration:
         self._due_s = now + self._config.interval_s if self._heads else math.inf
         return commands
 
+    def drain(self, worker: WorkerId, now: float) -> list[Command]:
+        """Copies of the warm heads that nobody else holds, before the worker goes. They are not held against the budget."""
+        commands: list[Command] = []
+        for _, head in sorted(self._heads.items()):
+            holders = {holder.owner for holder in self._index.holders(head.blocks[-1])}
+            target = self._target([worker], idle=False)
+            if holders != {worker} or target is None or self._heat(head, now) < self._config.min_heat / COLD_SHARE:
+                continue
+            self._numbers += 1
+            ends = Holder(worker, Tier.DEVICE), Holder(target, Tier.DEVICE)
+            command = TransferBlocks(f"copy-{self._numbers}", *ends, head.blocks, TransferReason.DRAIN)
+            commands.append(
+                self._begin(head, Copy(head.blocks[-1], command, Flow(worker, target), self._heat(head, now), 0.0, 0.0))
+            )
+        return commands
+
     def finished(self, event: TransferFinished, now: float) -> list[Command]:
         copy = self._end(event.transfer_id)
         if copy is not None and copy.head in self._heads:
@@ -197,13 +213,13 @@ class Migration:
         share = len(head.blocks) / float(pool.capacity_blocks[row])
         return saved, (transfer_s + prefill_s * share) / config.heat_half_life_s
 
-    def _target(self, taken: list[WorkerId]) -> WorkerId | None:
-        """A worker without the prefix, in the failure domain that has it least; then the idlest."""
+    def _target(self, taken: list[WorkerId], *, idle: bool = True) -> WorkerId | None:
+        """A worker without the prefix, in the failure domain that has it least; then the idlest. `idle`: with no busy link."""
         specs, pool = self._view.specs, self._view.prefill
         zones = Counter(specs[worker].zone for worker in taken)
         racks = Counter((specs[worker].zone, specs[worker].rack) for worker in taken)
         nodes = Counter(specs[worker].node for worker in taken)
-        free = [w for w in pool.ids if w not in taken and pool.accepts[pool.row[w]] and not self._busy(w)]
+        free = [w for w in pool.ids if w not in taken and pool.accepts[pool.row[w]] and not (idle and self._busy(w))]
 
         def crowd(worker: WorkerId) -> tuple[int, int, int, float, WorkerId]:
             spec, churn = specs[worker], float(pool.churn_tokens[pool.row[worker]])

@@ -361,9 +361,10 @@ class Scheduler:
         return commands
 
     def _handle_worker_draining(self, event: WorkerDraining, now: float) -> list[Command]:
-        if event.worker_id in self._view.epochs:
-            self._view.drain(event.worker_id)
-        return []
+        if event.worker_id not in self._view.epochs:
+            return []
+        self._view.drain(event.worker_id)
+        return self._migration.drain(event.worker_id, now)
 
     def _handle_load_reported(self, event: LoadReported, now: float) -> list[Command]:
         if self._view.epochs.get(event.worker_id) != event.epoch:

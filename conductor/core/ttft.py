@@ -77,8 +77,8 @@ class PrefillTerms:
     def pull_s(self, tokens: FloatArray) -> FloatArray:
         """Time to bring `tokens` from the best holder, compute aside. Zero tokens take no time."""
         pool = self.pool
-        bandwidth: FloatArray = pool.nic_bytes_per_s / (pool.flows_in + 1.0)
-        np.minimum(bandwidth, pool.link_bytes_per_s, out=bandwidth)
+        bandwidth: FloatArray = np.minimum(pool.nic_bytes_per_s, pool.link_bytes_per_s)
+        bandwidth /= pool.flows_in + 1.0
         np.minimum(bandwidth, self.best_bytes_per_s, out=bandwidth)
         seconds: FloatArray = tokens * pool.kv_bytes_per_token
         seconds /= bandwidth
@@ -171,6 +171,8 @@ class Candidates:
     handover_groups: FloatArray | None = None
     first_step_s: float = 0.0
     trust: FloatArray | None = None  # how far each worker's claims were believed; None where all are
+    pull_tokens: FloatArray | None = None  # what the best holder has beyond each worker; None where nobody has more
+    pull_s: FloatArray | None = None  # how long bringing that takes by itself, whether or not it is brought
 
     def reuse(self, row: int) -> ReusePlan:
         fetched = int(self.fetched_tokens[row])

@@ -9,9 +9,11 @@ chunk: that hand-over is held against the one of the whole prompt in one piece.
 from __future__ import annotations
 
 import importlib.util
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +23,9 @@ from tests.bench.harness import Figure, Report, at_least, at_most
 from workers.batching import layer_groups
 from workers.kv_transfer.base import KVDescriptor, KVTicket
 from workers.kv_transfer.blocks import KVBlocks
+from workers.kv_transfer.link_meter import LinkMeter
 from workers.kv_transfer.registered import RegisteredTransport
+from workers.kv_transfer.throttled import LinkLimit
 
 KV = KVDescriptor("gqa", 1, "float32", (2, 3, 64), num_layers=30, block_tokens=64, layer_block_bytes=64 * 2 * 3 * 64 * 4)
 BLOCKS = 32
@@ -29,17 +33,20 @@ CHUNK_BLOCKS = 8
 CACHE_BLOCKS = 100
 LEASE_S = 60.0
 ROUNDS = 9
+WARM_TRANSFERS = 12
+MOST_MB = 200.0
+SLOWED_GBPS = 4.0
 LIBRARIES = {"nixl": "nixl_cu12", "mooncake": "mooncake"}
 
 
 class Cache:
     """One worker's cache and transport, in an actor of its own."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, link_gbps: float | None = None) -> None:
         from workers.kv_transfer.select import make_transport
 
         self._rows = tuple(np.full((CACHE_BLOCKS, KV.layer_block_bytes), layer, np.uint8) for layer in range(KV.num_layers))
-        self._transport = make_transport(name, KV)
+        self._transport = make_transport(name, KV, LinkLimit(link_gbps))
         self._transport.register(self._rows)
 
     def hand_over(self, target: Any, ids: Sequence[int], groups: Sequence[range]) -> tuple[float, float]:
@@ -59,8 +66,8 @@ class Cache:
             self._transport.release(ticket.id)
         return whole_s, offered_s
 
-    def offer(self, ids: Sequence[int]) -> KVTicket:
-        return self._transport.offer(self._blocks(ids, range(KV.num_layers)), LEASE_S)
+    def offer(self, ids: Sequence[int], layers: range = range(KV.num_layers)) -> KVTicket:
+        return self._transport.offer(self._blocks(ids, layers), LEASE_S)
 
     def fetch(self, ticket: KVTicket, ids: Sequence[int], layers: range) -> float:
         return timed(lambda: self._transport.fetch(ticket, self._blocks(ids, layers), LEASE_S))[1]
@@ -78,6 +85,31 @@ class Cache:
         reads = [(ours, base + offset, bytes_a_layer) for ours, base in zip(local, where.bases, strict=True)]
         return timed(lambda: transport._read(where.peer, reads, time.monotonic() + LEASE_S))[1]
 
+    def estimate_errors(self, source: Any, sizes: Sequence[int], together: int) -> list[float]:
+        """Pull so many bytes, several at once, and hold each time against what the link's meter had foreseen."""
+        meter, errors = LinkMeter(), []
+        for number, nbytes in enumerate(sizes):
+            blocks, layers = extent(nbytes)
+            speed = meter.speed("peer", "bench")
+            with ThreadPoolExecutor(together) as threads:
+                pulls = [threads.submit(self._pull, source, meter, blocks, layers) for _ in range(together)]
+                seconds = [pull.result() for pull in pulls]
+            if speed is not None and number >= WARM_TRANSFERS:
+                foreseen_s = speed.transfer_s(together * len(blocks) * len(layers) * KV.layer_block_bytes)
+                errors += [abs(foreseen_s / actual_s - 1) for actual_s in seconds]
+        return errors
+
+    def _pull(self, source: Any, meter: LinkMeter, blocks: Sequence[int], layers: range) -> float:
+        import ray
+
+        began_s = time.perf_counter()
+        with meter.transfer() as moved:
+            ticket = ray.get(source.offer.remote(blocks, layers))
+            self._transport.fetch(ticket, self._blocks(blocks, layers), LEASE_S)
+            moved.was("peer", "bench", ticket.nbytes)
+        source.release.remote(ticket.id)
+        return time.perf_counter() - began_s
+
     def copy_s(self) -> float:
         source = np.ones(BLOCKS * KV.block_bytes, np.uint8)
         target = np.zeros_like(source)
@@ -85,6 +117,13 @@ class Cache:
 
     def _blocks(self, ids: Sequence[int], layers: range) -> KVBlocks:
         return KVBlocks(self._rows, tuple(ids)).layers(layers.start, layers.stop)
+
+
+def extent(nbytes: int) -> tuple[range, range]:
+    """Blocks and layers that come to about so many bytes."""
+    if nbytes < KV.block_bytes:
+        return range(1), range(max(1, nbytes // KV.layer_block_bytes))
+    return range(nbytes // KV.block_bytes), range(KV.num_layers)
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, float]:
@@ -96,9 +135,20 @@ def timed(call: Callable[[], Any]) -> tuple[Any, float]:
 class Pair:
     """A source and a target that have the same transport."""
 
-    def __init__(self, ray: Any, name: str) -> None:
-        self._get = ray.get
-        self.source, self.target = (ray.remote(Cache).options(num_cpus=0).remote(name) for _ in range(2))
+    def __init__(self, ray: Any, name: str, link_gbps: float | None = None) -> None:
+        self._ray, self._get = ray, ray.get
+        actor = ray.remote(Cache).options(num_cpus=0, max_concurrency=4)
+        self.source, self.target = (actor.remote(name, link_gbps) for _ in range(2))
+
+    def estimate_error(self, most_mb: float, together: int = 1) -> float:
+        """The median over sizes from 1 MB up, in random order."""
+        draw = random.Random(0)
+        sizes = [int(1e6 * most_mb ** draw.random()) for _ in range(WARM_TRANSFERS + 24)]
+        return statistics.median(self._get(self.target.estimate_errors.remote(self.source, sizes, together)))
+
+    def close(self) -> None:
+        for actor in (self.source, self.target):
+            self._ray.kill(actor)
 
     def hand_over(self, ids: Sequence[int], groups: Sequence[range]) -> tuple[float, float]:
         """Median seconds in all, and until all is offered."""
@@ -126,7 +176,7 @@ def local_ray() -> Iterator[Any]:
     from conductor.cluster import actor_environment, connect
     from conductor.config import ClusterSection
 
-    connect(ClusterSection(), 2, actor_environment(1))
+    connect(ClusterSection(object_store_mib=1024), 2, actor_environment(1))
     import ray
 
     try:
@@ -164,12 +214,26 @@ def library_figures(pair: Pair, name: str) -> list[Figure]:
     return [at_least(f"{name}_share_of_library", share, 0.8, "ratio", f"{speeds[0]:.2f} of {speeds[1]:.2f} GB/s")]
 
 
+def estimate_figures(pair: Pair, name: str) -> list[Figure]:
+    alone, two = pair.estimate_error(MOST_MB), pair.estimate_error(MOST_MB / 2, together=2)
+    note = f"median of pulls of 1 to {MOST_MB:g} MB"
+    return [
+        at_most(f"{name}_estimate_error", alone, 0.2, "ratio", note),
+        at_most(f"{name}_estimate_error_of_two", two, 0.2, "ratio", "two at once, half the size"),
+    ]
+
+
 def run() -> Report:
+    figures: list[Figure] = []
     with local_ray() as ray:
-        figures = object_store_figures(Pair(ray, "object_store"))
-        for name, module in LIBRARIES.items():
+        for name, module in {"object_store": "ray", **LIBRARIES}.items():
             if importlib.util.find_spec(module) is None:
                 figures.append(Figure(f"{name}_share_of_library", None, "ratio", note=f"{module} is not installed"))
-            else:
-                figures += library_figures(Pair(ray, name), name)
+                continue
+            pair = Pair(ray, name)
+            figures += library_figures(pair, name) if name in LIBRARIES else object_store_figures(pair)
+            figures += estimate_figures(pair, name)
+            pair.close()
+        slowed = Pair(ray, "object_store", SLOWED_GBPS)
+        figures += estimate_figures(slowed, f"object_store_at_{SLOWED_GBPS:g}_gbps")
     return Report("handover", figures, "python -m tests.bench handover")

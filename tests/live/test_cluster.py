@@ -27,6 +27,10 @@ from tests.live.stand_in_workers import BLOCK_TOKENS, StandInConfig, StandInWork
 pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
+HELD_FIRST = 500
+HELD_BLOCKS = 100_000
+
+
 def hash_prompt(tokens: bytes, tenant: str) -> tuple[int, ...]:
     size = 4 * BLOCK_TOKENS
     return tuple(hash((tenant, tokens[:end])) & (2**64 - 1) for end in range(size, len(tokens) + 1, size))
@@ -70,6 +74,14 @@ class Deployment:
             on_output(output)
         return outputs
 
+    async def placement_of(self, job: GenerationJob) -> Placement:
+        """Where a request went; its output is read to the end."""
+        placement = await self.client.submit(job)
+        assert isinstance(placement, Placement)
+        async for _ in self.client.outputs(job.request.id):
+            pass
+        return placement
+
     async def kill(self, worker_id: str) -> None:
         os.kill(await self.cluster.handle(worker_id).pid.remote(), signal.SIGKILL)
 
@@ -92,7 +104,13 @@ def log_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def deployment(log_directory: Path) -> AsyncIterator[Deployment]:
-    plans = [plan("prefill-0", Role.PREFILL), plan("prefill-1", Role.PREFILL), plan("decode-0", Role.DECODE)]
+    known = hash_prompt(struct.pack("<9i", HELD_FIRST, *range(1, 9)), "default")
+    others = tuple(range(1, HELD_BLOCKS // 2))
+    plans = [
+        plan("prefill-0", Role.PREFILL, holds=others),
+        plan("prefill-1", Role.PREFILL, holds=(*known, *others)),
+        plan("decode-0", Role.DECODE),
+    ]
     cluster = Cluster(config(log_directory))
     client: RayEngineClient | None = None
     try:
@@ -194,6 +212,17 @@ async def test_the_conductor_comes_back_with_its_workers(deployment: Deployment)
     assert tokens_of(await deployment.generate(deployment.job(6, 4))) == expected_tokens(6, 4)
 
 
+async def test_a_conductor_that_comes_back_knows_all_caches(deployment: Deployment) -> None:
+    """The index is rebuilt from snapshots of 100,000 blocks: nothing is expected of a worker that it does not hold."""
+    await deployment.settled()
+    os.kill(await deployment.cluster.conductor.pid.remote(), signal.SIGKILL)
+    await deployment.until(lambda status: status.ready and status.counters["workers_lost"] == 0 and len(status.workers) == 3)
+    placed = await deployment.placement_of(deployment.job(HELD_FIRST, 2))
+    assert (placed.prefill, placed.reuse.reused_tokens) == ("prefill-1", 2 * BLOCK_TOKENS)
+    strange = await deployment.placement_of(deployment.job(HELD_FIRST + 1, 2))
+    assert strange.reuse.reused_tokens == 0
+
+
 async def test_the_flight_logs_of_all_this_verify(deployment: Deployment) -> None:
     """Kills, refusals and cancellations included, a fresh scheduler gives the identical commands."""
     await asyncio.sleep(1.2)
@@ -203,6 +232,21 @@ async def test_the_flight_logs_of_all_this_verify(deployment: Deployment) -> Non
     verification = verify(logs[0], SchedulerConfig, Scheduler)
     assert verification.difference is None
     assert verification.records > 100
+
+
+async def test_a_drained_worker_finishes_and_is_not_started_again(deployment: Deployment) -> None:
+    """What it was doing ends as it would have, new work goes elsewhere, its process ends, and nobody brings it back."""
+    await deployment.settled()
+    first = asyncio.create_task(deployment.generate(deployment.job(4, 6)))
+    await asyncio.sleep(0.1)
+    await deployment.cluster.conductor.drain_worker.remote("prefill-0")
+    assert tokens_of(await first) == expected_tokens(4, 6)
+    await deployment.until(lambda status: "prefill-0" not in status.workers)
+    assert await deployment.cluster.conductor.retired.remote("prefill-0")
+    placed = await deployment.placement_of(deployment.job(5, 2))
+    assert placed.prefill == "prefill-1"
+    await asyncio.sleep(1.0)
+    assert "prefill-0" not in (await deployment.client.status()).workers
 
 
 async def test_a_worker_that_cannot_start_is_one_line(tmp_path: Path, deployment: Deployment) -> None:

@@ -70,6 +70,12 @@ def nixl_pair(clock: ManualClock) -> Pair:
     return NixlTransport(KV, clock), NixlTransport(KV, clock)
 
 
+def rdt_nixl_pair(clock: ManualClock) -> Pair:
+    from workers.kv_transfer.rdt import DirectTransport
+
+    return DirectTransport(KV, clock), DirectTransport(KV, clock)
+
+
 def mooncake_pair(clock: ManualClock) -> Pair:
     from workers.kv_transfer.mooncake import MooncakeTransport
 
@@ -93,6 +99,7 @@ def clock() -> ManualClock:
         pytest.param(loopback_pair, id="loopback"),
         pytest.param(throttled_pair, id="throttled"),
         pytest.param(object_store_pair, id="object_store", marks=pytest.mark.live),
+        pytest.param(rdt_nixl_pair, id="rdt_nixl", marks=[pytest.mark.live, installed("nixl")]),
         pytest.param(nixl_pair, id="nixl", marks=installed("nixl_cu12")),
         pytest.param(mooncake_pair, id="mooncake", marks=installed("mooncake")),
     ],
@@ -100,7 +107,7 @@ def clock() -> ManualClock:
 def lasting_pair(request: pytest.FixtureRequest, clock: ManualClock) -> Iterator[Pair]:
     """Source and target, which some back ends take seconds to start."""
     make: MakePair = request.param
-    if make is object_store_pair:
+    if make in (object_store_pair, rdt_nixl_pair):
         request.getfixturevalue("local_ray")
     source, target = make(clock)
     yield source, target
@@ -376,7 +383,9 @@ def test_rdma_is_what_the_kernel_lists_as_active(tmp_path: Path) -> None:
 
 def test_transports_are_chosen_by_name() -> None:
     """An unknown name is refused with what is allowed; a limit wraps, no limit does not."""
-    with pytest.raises(ValueError, match="'pigeon'; allowed: loopback, mooncake, mooncake_rdma, nixl, nixl_rdma, object_store"):
+    with pytest.raises(
+        ValueError, match="'pigeon'; allowed: loopback, mooncake, mooncake_rdma, nixl, nixl_rdma, object_store, rdt_nixl"
+    ):
         make_transport("pigeon", KV)
     assert isinstance(make_transport("loopback", KV, LinkLimit(link_gbps=1)), ThrottledTransport)
     assert isinstance(make_transport("loopback", KV, LinkLimit()), LoopbackTransport)
@@ -405,6 +414,7 @@ def offering(name: str) -> Any:
     "name",
     [
         "object_store",
+        pytest.param("rdt_nixl", marks=installed("nixl")),
         pytest.param("nixl", marks=installed("nixl_cu12")),
         pytest.param("mooncake", marks=installed("mooncake")),
     ],
@@ -412,7 +422,8 @@ def offering(name: str) -> Any:
 def test_an_offer_dies_with_its_source(local_ray: Any, name: str) -> None:
     """KV that a killed actor offered is reported gone, in time, and the target lives on."""
     target = make_transport(name, KV)
-    actors = [local_ray.remote(offering(name)).options(num_cpus=0).remote() for _ in range(2)]
+    source = local_ray.remote(enable_tensor_transport=name.startswith("rdt_"))(offering(name))
+    actors = [source.options(num_cpus=0).remote() for _ in range(2)]
     alive, doomed = local_ray.get([actor.offer.remote() for actor in actors])
     assert same(take(target, doomed), kv_arrays(blocks=4000))
     local_ray.kill(actors[1])
@@ -429,3 +440,32 @@ def fetch_until_refused(target: KVTransport, ticket: KVTicket) -> None:
     while time.monotonic() < deadline_s:
         take(target, ticket)
         time.sleep(0.2)
+
+
+def test_transfers_that_overlap_share_a_throttled_link(clock: ManualClock) -> None:
+    """Two at once take twice as long as one, both of them; what starts when the other has ended has the link for itself."""
+    source, inner = loopback_pair(clock)
+    ticket = source.offer(kv(blocks=100), LEASE_S)
+    alone_s = 0.1
+    target = ThrottledTransport(inner, LinkLimit(link_gbps=ticket.nbytes * 8 / alone_s / 1e9))
+    seconds: list[float] = []
+
+    def fetch() -> None:
+        began_s = time.monotonic()
+        take(target, ticket)
+        seconds.append(time.monotonic() - began_s)
+
+    threads = [threading.Thread(target=fetch) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert min(seconds) >= 1.8 * alone_s
+    beside = threading.Thread(target=fetch)
+    beside.start()
+    assert target._link is not None
+    while not target._link._under_way:
+        time.sleep(0.001)
+    with pytest.raises(TransferTimeout, match="others use too"):
+        target.fetch(ticket, kv(blocks=100), 1.2 * alone_s)
+    beside.join()

@@ -64,7 +64,8 @@ def actors(local_ray: Any, transport: str) -> Iterator[dict[str, Any]]:
             profile=PROFILE,
             transport=transport,
         )
-        handles[worker_id] = local_ray.remote(kind).options(num_cpus=0, max_concurrency=100).remote(config)
+        actor = local_ray.remote(enable_tensor_transport=transport.startswith("rdt_"))(kind)
+        handles[worker_id] = actor.options(num_cpus=0, max_concurrency=100).remote(config)
     yield handles
     for handle in handles.values():
         local_ray.kill(handle)
@@ -102,6 +103,7 @@ def uncached() -> list[int]:
     "transport",
     [
         "object_store",
+        pytest.param("rdt_nixl", marks=installed("nixl")),
         pytest.param("nixl", marks=installed("nixl_cu12")),
         pytest.param("mooncake", marks=installed("mooncake")),
         "auto",

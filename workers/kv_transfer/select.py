@@ -23,6 +23,12 @@ def _object_store(kv: KVDescriptor) -> KVTransport:
     return ObjectStoreTransport(kv, checksums=spans_hosts())
 
 
+def _rdt_nixl(kv: KVDescriptor) -> KVTransport:
+    from workers.kv_transfer.rdt import DirectTransport
+
+    return DirectTransport(kv)
+
+
 def _nixl(kv: KVDescriptor) -> KVTransport:
     from workers.kv_transfer.nixl import NixlTransport
 
@@ -58,6 +64,7 @@ def _own_address() -> str:
 TRANSPORTS: dict[str, Callable[[KVDescriptor], KVTransport]] = {
     "loopback": _loopback,
     "object_store": _object_store,
+    "rdt_nixl": _rdt_nixl,
     "nixl": _nixl,
     "nixl_rdma": _nixl_rdma,
     "mooncake": _mooncake,

@@ -63,7 +63,8 @@ def cheapest_reuse(terms: PrefillTerms, allow_pull: bool) -> Candidates:
     )
     if allow_pull and terms.best is not None and bool((local < terms.best_tokens).any()):
         missing = np.maximum(terms.best_tokens - local, 0.0)
-        _take_if_faster(table, terms, missing, terms.pull_s(missing), 0.0)
+        table.pull_tokens, table.pull_s = missing, terms.pull_s(missing)
+        _take_if_faster(table, terms, missing, table.pull_s, 0.0)
     if pool.lower_holders:
         _restore_if_faster(table, terms)
     return table
