@@ -22,6 +22,7 @@ from tests.workers.doubles import packed
 from tests.workers.test_kv_transfer import installed
 from workers.config import WorkerConfig
 from workers.decode import DecodeWorker
+from workers.kv_transfer.throttled import LinkLimit
 from workers.prefill import PrefillWorker
 
 pytestmark = [pytest.mark.live, pytest.mark.slow]
@@ -48,7 +49,12 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def actors(local_ray: Any, transport: str) -> Iterator[dict[str, Any]]:
+def settings() -> dict[str, Any]:
+    return {}
+
+
+@pytest.fixture
+def actors(local_ray: Any, transport: str, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
     handles = {"conductor": local_ray.remote(Conductor).options(num_cpus=0).remote()}
     for worker_id, kind, role in (
         ("p0", PrefillWorker, Role.PREFILL),
@@ -63,6 +69,7 @@ def actors(local_ray: Any, transport: str) -> Iterator[dict[str, Any]]:
             chunk_tokens=64,
             profile=PROFILE,
             transport=transport,
+            **settings,
         )
         actor = local_ray.remote(enable_tensor_transport=transport.startswith("rdt_"))(kind)
         handles[worker_id] = actor.options(num_cpus=0, max_concurrency=100).remote(config)
@@ -167,3 +174,66 @@ async def test_a_killed_decode_actor_fails_the_request(actors: dict[str, Any], l
     await until(failed)
     stats = await actors["p0"].stats.remote()
     assert (stats["pinned_blocks"], stats["offers"], stats["running"]) == (0, 0, 0)
+
+
+SLOWED = {"link": LinkLimit(latency_ms=700), "lease_s": 4.0}
+"""Every part is under way for a while, and what is given up is given up soon."""
+
+REMOTE = [
+    "object_store",
+    pytest.param("nixl", marks=installed("nixl_cu12")),
+    pytest.param("mooncake", marks=installed("mooncake")),
+]
+
+
+async def under_way(actors: dict[str, Any], request_id: str) -> None:
+    """A prompt of several chunks, whose first parts are on their way to the decode worker."""
+    await asyncio.gather(*(actors[name].describe.remote() for name in ("p0", "d0")))
+    await asyncio.gather(*(actors[name].attach.remote(actors["conductor"], 1) for name in ("p0", "d0")))
+    await actors["p0"].prefill.remote(job(request_id), place(job(request_id), "p0", "d0"), actors["d0"], None)
+
+    async def receiving() -> bool:
+        stats = await actors["d0"].stats.remote()
+        return bool(stats["queued"] and stats["pinned_blocks"])
+
+    await until(receiving)
+
+
+async def until_nothing_is_held(handle: Any) -> dict[str, Any]:
+    async def idle() -> bool:
+        stats = await handle.stats.remote()
+        return stats["pinned_blocks"] == stats["offers"] == stats["queued"] == stats["running"] == 0
+
+    await until(idle)
+    stats: dict[str, Any] = await handle.stats.remote()
+    return stats
+
+
+@pytest.mark.parametrize("transport", REMOTE, indirect=True)
+@pytest.mark.parametrize("settings", [SLOWED], ids=["slowed"])
+async def test_a_prefill_worker_that_dies_in_mid_transfer(actors: dict[str, Any], local_ray: Any) -> None:
+    """The decode worker gives back what it had reserved, has kept nothing of the torn prompt, and answers the next one."""
+    await under_way(actors, "torn")
+    local_ray.kill(actors["p0"])
+    stats = await until_nothing_is_held(actors["d0"])
+    assert stats["cached_idle_blocks"] == 0
+    outputs: list[TokenOutput] = []
+    reader = asyncio.create_task(collect(actors["d0"], outputs))
+    await actors["p1"].attach.remote(actors["conductor"], 1)
+    await actors["p1"].prefill.remote(job("next"), place(job("next"), "p1", "d0"), actors["d0"], None)
+
+    async def ended() -> bool:
+        return any(output.request_id == "next" and output.finish_reason for output in outputs)
+
+    await until(ended)
+    reader.cancel()
+
+
+@pytest.mark.parametrize("transport", REMOTE, indirect=True)
+@pytest.mark.parametrize("settings", [SLOWED], ids=["slowed"])
+async def test_a_request_that_is_cancelled_in_mid_transfer(actors: dict[str, Any]) -> None:
+    """Both sides let go of everything, and no block of it can be reused on the decode side."""
+    await under_way(actors, "gone")
+    await asyncio.gather(actors["p0"].cancel.remote("gone", 1), actors["d0"].cancel.remote("gone", 1))
+    await until_nothing_is_held(actors["p0"])
+    assert (await until_nothing_is_held(actors["d0"]))["cached_idle_blocks"] == 0
