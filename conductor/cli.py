@@ -59,14 +59,28 @@ def main() -> None:
     from conductor import cluster_commands
 
     cluster_commands.register(app)
-    own = {"serve", "config", "model", "key", "explain", "verify", "counterfactual", "doctor", "drain", "demo", "--version"}
+    own = {
+        "serve",
+        "config",
+        "model",
+        "key",
+        "explain",
+        "verify",
+        "counterfactual",
+        "doctor",
+        "top",
+        "drain",
+        "demo",
+        "--version",
+    }
     if not own & set(sys.argv[1:2]):
         from conductor.flight_log import recording
+        from conductor.policies_loader import load_policy
         from models.cache import cache_root
         from traces import commands, sim_commands
 
         commands.register(app)
-        sim_commands.register(app, recording, cache_root() / "profiles")
+        sim_commands.register(app, recording, cache_root() / "profiles", load_policy)
     app()
 
 
@@ -113,11 +127,15 @@ def serve(
     decode: Annotated[int | None, typer.Option(help="Decode workers.")] = None,
     policy: Annotated[str | None, typer.Option(help="Placement policy.")] = None,
     address: Annotated[str | None, typer.Option(help="Ray cluster to join instead of starting one.")] = None,
+    attach: Annotated[
+        bool, typer.Option("--attach", help="Join the Conductor that runs there instead of starting one.")
+    ] = False,
     flight_log: Annotated[Path | None, typer.Option(help="Directory for flight logs.")] = None,
 ) -> None:
     """Start a cluster and serve a model over the OpenAI API."""
     flags = {"gateway.host": host, "gateway.port": port, "model.name": model, "workers.prefill": prefill}
     flags |= {"workers.decode": decode, "scheduler.policy": policy, "cluster.address": address}
+    flags |= {"cluster.attach": attach or None}
     flags |= {"flight_log.directory": None if flight_log is None else str(flight_log)}
     progress = progress_since(monotonic())
     loaded = load_config(config, flags)
@@ -221,7 +239,7 @@ def explain(
     log: Annotated[Path | None, typer.Option(help="Read a flight log instead of asking a gateway.", metavar="LOG")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Why a request was placed where it was, or refused, and what came of it."""
+    """Why a request was placed where it was, or refused, and what came of it. Where keys are asked for: CONDUCTOR_API_KEY."""
     from conductor.explain import render
 
     record = decision_from_gateway(request_id, url) if log is None else decision_from_log(request_id, log)
@@ -255,8 +273,10 @@ def decision_from_log(request_id: str, log: Path) -> Mapping[str, Any]:
 def decision_from_gateway(request_id: str, url: str) -> Mapping[str, Any]:
     import httpx
 
+    key = os.environ.get("CONDUCTOR_API_KEY")
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
     try:
-        answer = httpx.get(f"{url.rstrip('/')}/v1/decisions/{request_id}", timeout=10)
+        answer = httpx.get(f"{url.rstrip('/')}/v1/decisions/{request_id}", headers=headers, timeout=10)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise fail(f"{url} does not answer: {error}", ExitCode.UNREACHABLE) from None
     if answer.status_code == httpx.codes.NOT_FOUND:
@@ -298,17 +318,16 @@ def counterfactual(
 ) -> None:
     """What another policy would have made of a flight log's arrivals, request by request and in total."""
     from conductor.core.config import SchedulerConfig
-    from conductor.core.policies import policy_named
     from conductor.flight_log import FlightLogError, read
+    from conductor.policies_loader import load_policy
     from traces import counterfactual, counterfactual_command
     from traces.clusters.profile import load_profile
 
     try:
-        policy_named(policy)
         header, records = read(log, SchedulerConfig)
         other = replace(header.scheduler, policy=policy, admission=admission or header.scheduler.admission)
         truth = None if cluster is None else load_profile(cluster)
-        differences = counterfactual.compare(counterfactual.read_flight(records), header.scheduler, other, truth)
+        differences = counterfactual.compare(counterfactual.read_flight(records), header.scheduler, other, load_policy, truth)
     except (FlightLogError, ValueError) as error:
         raise fail(str(error), ExitCode.BAD_INPUT) from None
     if as_json:
@@ -330,6 +349,30 @@ def doctor(config: ConfigFile = None, as_json: AsJson = False) -> None:
             typer.echo(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.check}: {finding.found}")
     if not all(finding.ok for finding in findings):
         raise typer.Exit(ExitCode.FAILED)
+
+
+@app.command()
+def top(
+    url: Url = "http://127.0.0.1:8000",
+    once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one picture as JSON and end.")] = False,
+) -> None:
+    """Watch a gateway and its cluster. Where keys are asked for: the admin port, and the key in CONDUCTOR_OPERATOR_KEY."""
+    from conductor import top as watching
+
+    key = os.environ.get("CONDUCTOR_OPERATOR_KEY")
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    try:
+        if as_json:
+            typer.echo(json.dumps(next(watching.pictures(url, key)), indent=2))
+        elif once:
+            console.print(watching.render(next(watching.pictures(url, key)), None))
+        else:
+            watching.watch(url, key, console)
+    except watching.WatchError as error:
+        raise fail(str(error), ExitCode.FAILED if error.refused else ExitCode.UNREACHABLE) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(ExitCode.DONE) from None
 
 
 def show_values(values: dict[str, Any], as_json: bool) -> None:

@@ -2,7 +2,8 @@
 
 A `Cluster` starts a local Ray or joins one, creates the Conductor and the workers as actors, in parallel, introduces them to
 each other, and keeps it so: a lost worker is started again under its id and joins with a new epoch, and a Conductor that was
-started again by Ray hears of all workers again. `stop` leaves nothing running, unless the cluster is detached. What the actors
+started again by Ray hears of all workers again. With `cluster.attach` it adds its workers, or none, to a Conductor that runs
+already, and takes them out again when it stops. `stop` leaves nothing running, unless the cluster is detached. What the actors
 do is not known here; see `runtime.py` and `workers/`.
 """
 
@@ -11,34 +12,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conductor.core.config import SchedulerConfig
+from conductor.core.config import SchedulerConfig, require_fit
 from conductor.core.scheduler import Scheduler
 from conductor.core.types import Role, WorkerId, WorkerSpec
 from conductor.flight_log import RunDirectory
+from conductor.node_demands import demand_of, node_demand
 from conductor.policies_loader import load_policy
+from conductor.ray_connection import CONDUCTOR_NAME, MIB, ClusterError, actor_environment, connect, find_conductor, first_cause
 from conductor.runtime import ConductorRuntime, Ports
 
 if TYPE_CHECKING:  # actors import this module, and need no configuration files, schemas or gateway
-    from conductor.config import ClusterSection, Config, FlightLogSection
+    from conductor.config import Config, FlightLogSection
 
 logger = logging.getLogger(__name__)
 
-CONDUCTOR_NAME = "conductor"
 CONDUCTOR_CONCURRENCY = 20_000  # submissions that wait for a decision each hold one call
 WORKER_CONCURRENCY = 4_000
 MAX_RESTART_DELAY_S = 30.0
-MIB = 2**20
+LEAVE_POLL_S = 0.2
 
 Progress = Callable[[str], None]
-
-
-class ClusterError(RuntimeError):
-    """The cluster cannot be started; the message is one line for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +59,13 @@ class ConductorActor(ConductorRuntime):
     def __init__(self, config: SchedulerConfig, logs: RunDirectory | None) -> None:
         log = None if logs is None else logs.open_run(config)
         scheduler = Scheduler(config, policy=load_policy(config.policy))
+        self._config = config
         ports = Ports(is_worker_loss=is_worker_loss, on_fatal=_exit_process, stop_worker=_kill)
         super().__init__(scheduler, log, ports)
 
     async def join(self, spec: WorkerSpec, handle: Any) -> int:
-        """`add_worker` with this actor as the one to report to."""
+        """`add_worker` with this actor as the one to report to. Raises ValueError for a worker that cannot belong here."""
+        require_fit(spec, self._config)
         import ray
 
         return await self.add_worker(spec, handle, ray.get_runtime_context().current_actor)
@@ -115,7 +116,8 @@ def _plan(config: Config, role: Role, number: int, actor_class: type) -> WorkerP
     from workers.config import WorkerConfig
     from workers.kv_transfer.throttled import LinkLimit
 
-    section, worker_id = config.workers, f"{role.value}-{number}"
+    section = config.workers
+    worker_id = f"{section.id_prefix}{role.value}-{number}"
     try:
         worker_config = WorkerConfig(
             worker_id=worker_id,
@@ -148,6 +150,7 @@ class Cluster:
         self._handles: dict[WorkerId, Any] = {}
         self._specs: dict[WorkerId, WorkerSpec] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        self._group: Any | None = None
         self._connected = False
 
     def handle(self, worker_id: WorkerId) -> Any:
@@ -171,8 +174,10 @@ class Cluster:
     async def start(self, plans: list[WorkerPlan]) -> None:
         """After `connect`: return when every worker has joined. Raises `ClusterError`."""
         self._plans = plans
-        self._progress(f"starting the Conductor and {len(self._plans)} workers")
-        self._conductor = self._create_conductor()
+        attach = self.config.cluster.attach
+        self._progress(f"{'joining' if attach else 'starting'} the Conductor and starting {len(self._plans)} workers")
+        self._conductor = find_conductor(self.config.cluster) if attach else self._create_conductor()
+        self._group = self._create_group()
         self._handles = {plan.id: self._create_worker(plan) for plan in self._plans}
         await self._in_time(asyncio.gather(*(self._join(plan) for plan in self._plans)))
         self._tasks = [asyncio.create_task(self._supervise_conductor())]
@@ -187,13 +192,27 @@ class Cluster:
             return
         import ray
 
-        if not self.config.cluster.detached:
+        section = self.config.cluster
+        if section.attach and not section.detached:
+            await self._leave()
+        if not section.detached:
             for handle in self._handles.values():
                 ray.kill(handle)
-            if self._conductor is not None:
+            if self._conductor is not None and not section.attach:
                 ray.kill(self._conductor)
         ray.shutdown()
         self._connected = False
+
+    async def _leave(self) -> None:
+        """Let the attached workers finish what they have; what is left after a while goes on elsewhere."""
+        until_s = time.monotonic() + self.config.cluster.leave_timeout_s
+        try:
+            for worker_id in self._handles:
+                await self.conductor.drain_worker.remote(worker_id)
+            while time.monotonic() < until_s and _busy(await self.conductor.status.remote(), self._handles):
+                await asyncio.sleep(LEAVE_POLL_S)
+        except Exception as error:
+            logger.warning("the workers leave at once: %s", first_cause(error))
 
     # --- actors -------------------------------------------------------------------------------------------------------
 
@@ -206,17 +225,38 @@ class Cluster:
 
         options = self._life() | {"name": CONDUCTOR_NAME, "namespace": self.config.cluster.namespace, "num_cpus": 0}
         options |= {"max_restarts": -1, "max_concurrency": CONDUCTOR_CONCURRENCY}
+        options |= node_demand(self.config.cluster.conductor_resources, self.config.cluster.conductor_labels).options()
         try:
             actor = ray.remote(ConductorActor).options(**options)
             return actor.remote(self.config.scheduler, flight_log_runs(self.config.flight_log))
         except ValueError as error:
             raise ClusterError(f"an actor named {CONDUCTOR_NAME!r} is running in this Ray namespace already: {error}") from None
 
+    def _create_group(self) -> Any | None:
+        """The placement group of all workers, a bundle each; None where each is placed by itself."""
+        section = self.config.workers
+        if section.layout == "each" or not self._plans:
+            return None
+        from ray.util.placement_group import placement_group
+
+        demands = [demand_of(plan.role, section) for plan in self._plans]
+        bundles = [demand.bundle(plan.threads) for demand, plan in zip(demands, self._plans, strict=True)]
+        labels = [demand.labels for demand in demands]
+        return placement_group(bundles, section.layout.upper(), bundle_label_selector=labels, **self._life())
+
     def _create_worker(self, plan: WorkerPlan) -> Any:
         import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+        demand = demand_of(plan.role, self.config.workers)
         options = self._life() | {"num_cpus": plan.threads, "max_concurrency": WORKER_CONCURRENCY, "max_restarts": 0}
-        options |= {"scheduling_strategy": "SPREAD"}
+        if self._group is None:
+            options |= demand.options()
+            if not demand.labels:  # Ray takes labels or a strategy
+                options |= {"scheduling_strategy": "SPREAD"}
+        else:
+            strategy = PlacementGroupSchedulingStrategy(self._group, self._plans.index(plan))
+            options |= {"resources": demand.resources, "scheduling_strategy": strategy}
         if self.config.cluster.address is not None:  # a local Ray has inherited it, which spares a slow set-up
             options |= {"runtime_env": {"env_vars": actor_environment(plan.threads)}}
         actor = (
@@ -237,7 +277,10 @@ class Cluster:
         except Exception as error:
             raise ClusterError(f"worker {plan.id} did not start: {first_cause(error)}") from None
         self._specs[plan.id] = spec
-        await self.conductor.join.remote(spec, handle)
+        try:
+            await self.conductor.join.remote(spec, handle)
+        except ValueError as error:
+            raise ClusterError(f"worker {plan.id} cannot belong to this cluster: {first_cause(error)}") from None
         self._progress(f"{plan.id} has joined")
 
     async def _in_time(self, work: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
@@ -303,6 +346,12 @@ class Cluster:
                 return
 
 
+def _busy(status: Any, worker_ids: Mapping[WorkerId, Any]) -> bool:
+    """Whether any of these workers still has requests, as the Conductor believes."""
+    known = [status.workers[worker_id] for worker_id in worker_ids if worker_id in status.workers]
+    return any(worker.get("prefill_jobs", 0) or worker.get("decode_requests", 0) for worker in known)
+
+
 async def _until_gone(handle: Any) -> None:
     """Wait until an actor's `alive()` ends, however it ends."""
     try:
@@ -315,49 +364,3 @@ def _kill(handle: Any) -> None:
     import ray
 
     ray.kill(handle)
-
-
-def actor_environment(threads: int) -> dict[str, str]:
-    """What every actor process finds in its environment."""
-    return {"OMP_NUM_THREADS": str(threads), "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
-
-
-def connect(section: ClusterSection, num_cpus: int, environment: Mapping[str, str]) -> None:
-    """Start a local Ray, whose processes inherit `environment`, or join the one at `section.address`. Raises `ClusterError`."""
-    os.environ.update(environment)
-    os.environ["RAY_AUTH_MODE"] = section.auth_mode
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # actors without a GPU see the devices that there are
-    import ray
-
-    options: dict[str, Any] = {"namespace": section.namespace, "log_to_driver": False, "logging_level": logging.WARNING}
-    if section.address is None:
-        options |= {"address": "local", "num_cpus": num_cpus, "include_dashboard": section.dashboard}
-        options |= {"object_store_memory": section.object_store_mib * MIB}
-    else:
-        options |= {"address": section.address}
-    try:
-        ray.init(**options)
-    except Exception as error:
-        raise ClusterError(f"Ray did not start: {first_cause(error)}") from None
-
-
-def find_conductor(section: ClusterSection) -> Any:
-    """The Conductor's handle on a cluster that is joined already. Raises `ClusterError`."""
-    import ray
-
-    try:
-        return ray.get_actor(CONDUCTOR_NAME, namespace=section.namespace)
-    except ValueError:
-        raise ClusterError(
-            f"no actor {CONDUCTOR_NAME!r} in the Ray namespace {section.namespace!r}; start `conductor serve`"
-        ) from None
-
-
-def first_cause(error: BaseException) -> str:
-    """One line for people: the message of the exception that began it, without Ray's wrapping."""
-    cause = getattr(error, "cause", None)
-    if isinstance(cause, BaseException):
-        return first_cause(cause)
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__

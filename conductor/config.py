@@ -13,10 +13,10 @@ import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from conductor.core.config import SchedulerConfig
 from conductor.core.types import SLO
@@ -24,10 +24,13 @@ from conductor.gateway.settings import GatewaySettings
 from conductor.policies_loader import PolicyError, load_policy
 
 ENVIRONMENT_PREFIX = "CONDUCTOR__"
+RAY_ADDRESS = "RAY_ADDRESS"
 DEFAULT_TTFT_SLO_S = 30.0  # the objective of the Mooncake paper's experiments (FAST'25, section 5.1)
 
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+ResourceDemand = Annotated[str, StringConstraints(pattern=r"^[^=\s]+=\d+(\.\d+)?$")]
+LabelDemand = Annotated[str, StringConstraints(pattern=r"^[^=\s]+=[^=\s]+$")]
 
 
 class ConfigError(ValueError):
@@ -49,12 +52,26 @@ class ClusterSection(Section):
     auth_mode: Literal["disabled", "token"] = Field(
         default="token", description="RAY_AUTH_MODE of everything that is started here"
     )
+    attach: bool = Field(
+        default=False, description="add this gateway and these workers to the Conductor that runs in the namespace"
+    )
+    conductor_resources: tuple[ResourceDemand, ...] = Field(
+        default=(), description="custom resources, as name=amount, of the Conductor's node"
+    )
+    conductor_labels: tuple[LabelDemand, ...] = Field(default=(), description="labels, as label=value, of the Conductor's node")
+    leave_timeout_s: float = Field(default=30.0, ge=0, description="how long attached workers may finish before they leave")
     detached: bool = Field(default=False, description="leave Conductor and workers running when this process ends")
     start_timeout_s: PositiveFloat = Field(default=180.0, description="how long workers may take to load the model")
     restart_workers: bool = Field(default=True, description="start a lost worker again")
     restart_delay_s: float = Field(
         default=0.5, ge=0, description="pause before a lost worker is started again; doubles up to 30 s"
     )
+
+    @model_validator(mode="after")
+    def _attaches_somewhere(self) -> Self:
+        if self.attach and self.address is None:
+            raise ValueError("attach is set and address is not; allowed: the address of the Ray cluster to attach to")
+        return self
 
 
 class ModelSection(Section):
@@ -66,6 +83,18 @@ class ModelSection(Section):
 class WorkersSection(Section):
     prefill: int = Field(default=2, ge=0, le=1024, description="prefill workers")
     decode: int = Field(default=1, ge=0, le=1024, description="decode workers")
+    id_prefix: str = Field(
+        default="",
+        pattern=r"^[A-Za-z0-9_.-]{0,64}$",
+        description="begins the worker ids; another one in every process that attaches",
+    )
+    layout: Literal["each", "pack", "spread", "strict_pack", "strict_spread"] = Field(
+        default="each", description="over nodes: each worker by itself as evenly as it goes, or one placement group"
+    )
+    prefill_resources: tuple[ResourceDemand, ...] = Field(default=(), description="custom resources, as name=amount")
+    prefill_labels: tuple[LabelDemand, ...] = Field(default=(), description="labels of the node, as label=value")
+    decode_resources: tuple[ResourceDemand, ...] = Field(default=(), description="custom resources, as name=amount")
+    decode_labels: tuple[LabelDemand, ...] = Field(default=(), description="labels of the node, as label=value")
     device: str = Field(default="cpu", min_length=1, description="torch device")
     threads: PositiveInt = Field(default=1, description="torch threads of one worker")
     prefill_blocks: int = Field(default=384, ge=8, description="KV blocks of one prefill worker")
@@ -128,6 +157,8 @@ def load(
     layers: list[tuple[str, Any, str]] = []
     if file is not None:
         layers += [(key, value, f"file {file}") for key, value in _leaves(_read_yaml(file))]
+    if (environment or {}).get(RAY_ADDRESS):  # Ray's own word for the cluster to join; every Ray job has it
+        layers.append(("cluster.address", (environment or {})[RAY_ADDRESS], f"environment {RAY_ADDRESS}"))
     for name, text in sorted((environment or {}).items()):
         if name.startswith(ENVIRONMENT_PREFIX):
             key = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")

@@ -192,13 +192,13 @@ class _Run:
         return int(stats["cached_idle_blocks"])
 
     async def _ask(self, tokens: Sequence[int]) -> Answer:
-        """Send a prompt, and time its first token."""
+        """Send a prompt, and time its first token, which is all that is asked for: no KV goes to the decode worker."""
         self._numbers += 1
         packed = np.asarray(tokens, dtype="<i4").tobytes()
         hashes = self._prepared.hash_prompt(packed, DOMAIN)
-        request = Request(f"demo-{self._numbers}", len(tokens), hashes, 2)
+        request = Request(f"demo-{self._numbers}", len(tokens), hashes, 1)
         began_s = perf_counter()
-        decision = await self._client.submit(GenerationJob(request, packed, SamplingParams(max_tokens=2), self._client.channel))
+        decision = await self._client.submit(GenerationJob(request, packed, SamplingParams(max_tokens=1), self._client.channel))
         if not isinstance(decision, Placement):
             raise DemoFailed(f"a prompt was refused: {decision.reason.value}")
         ttft_s: float | None = None

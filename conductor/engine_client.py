@@ -45,4 +45,7 @@ class EngineClient(Protocol):
     async def decision(self, request_id: RequestId) -> Mapping[str, Any] | None:
         """Everything known of one decision as JSON values: candidates with their terms, the choice, what happened."""
 
+    async def overview(self) -> Mapping[str, Any]:
+        """The last decisions and what the last requests add up to, as JSON values; `core/overview.py` has the keys."""
+
     async def status(self) -> ClusterStatus: ...

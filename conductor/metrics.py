@@ -93,6 +93,20 @@ class GatewayMetrics:
         self._hit_tokens.add(hit)
         self._output_tokens.add(output)
 
+    def figures(self) -> dict[str, object]:
+        """What people who watch want to see, as JSON values: gauges as they stand, counters since the start."""
+        return {
+            "in_flight": self.in_flight,
+            "waiting_for_first_token": self.waiting,
+            "waiting_for_turn": self.waiting_for_turn(),
+            "answers": self._requests.by_label(1),
+            "rejections": self._rejections.by_label(),
+            "cancels": self._cancels.total,
+            "prompt_tokens": self._prompt_tokens.total,
+            "prompt_hit_tokens": self._hit_tokens.total,
+            "output_tokens": self._output_tokens.total,
+        }
+
     def exposition(self, status: ClusterStatus | None) -> bytes:
         """The text of `/metrics`; `status` None says that the cluster did not answer."""
         self._cluster.status = status

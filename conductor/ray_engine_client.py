@@ -111,6 +111,11 @@ class RayEngineClient:
         record: Mapping[str, Any] | None = await self._conductor.decision.remote(request_id)
         return record
 
+    async def overview(self) -> Mapping[str, Any]:
+        async with asyncio.timeout(STATUS_TIMEOUT_S):
+            picture: Mapping[str, Any] = await self._conductor.overview.remote()
+        return picture
+
     async def status(self) -> ClusterStatus:
         try:
             async with asyncio.timeout(STATUS_TIMEOUT_S):

@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from conductor.core import commands as cmd
 from conductor.core import events as ev
@@ -30,23 +30,12 @@ from conductor.flight_log import FlightLogWriter
 from conductor.in_flight import InFlight
 from conductor.mailbox import Mailbox
 from conductor.notices import Notice, RejectionNotice, ResumeNotice, WorkerNotice
+from conductor.scheduler_port import SchedulerPort
 from conductor.worker_calls import Worker, WorkerCalls, no_event
 
 logger = logging.getLogger(__name__)
 
 LOG_FLUSH_INTERVAL_S = 1.0
-
-
-class SchedulerPort(Protocol):
-    """The scheduler, as its live driver sees it."""
-
-    def handle(self, event: Event, now: float) -> list[Command]: ...
-
-    def next_deadline(self) -> float | None: ...
-
-    def decision_record(self, request_id: RequestId) -> Mapping[str, Any] | None: ...
-
-    def worker_belief(self) -> Mapping[WorkerId, Mapping[str, Any]]: ...
 
 
 class RequestCancelledError(Exception):
@@ -184,6 +173,10 @@ class ConductorRuntime:
         """The decision record as JSON values, or None when it is not known (any more)."""
         return self._scheduler.decision_record(request_id)
 
+    async def overview(self) -> Mapping[str, Any]:
+        """The last decisions and what the last requests add up to, as JSON values."""
+        return self._scheduler.overview(self._ports.clock())
+
     async def status(self) -> ClusterStatus:
         """A picture of the cluster."""
         missing = self._calls.missing_roles()
@@ -266,6 +259,8 @@ class ConductorRuntime:
         return event
 
     def _step(self, event: Event) -> list[Command]:
+        if isinstance(event, ev.RequestResumed) and event.request.id not in self._in_flight:
+            return []  # it was cancelled since it was posted
         now = self._ports.clock()
         commands = self._scheduler.handle(event, now)
         self._count(self._ports.clock() - now, len(commands))

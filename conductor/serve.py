@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from conductor.cluster import Cluster, ClusterError, Progress, plan_workers
+from conductor.cluster import Cluster, Progress, plan_workers
 from conductor.config import Config
 from conductor.core.hashing import KVNamespace, hash_blocks
 from conductor.core.types import BlockHash
@@ -28,6 +28,7 @@ from conductor.gateway.logs import configure_logging
 from conductor.gateway.server import BindError, Server, bind, bind_admin, make_server
 from conductor.gateway.tls import TlsError, certificates
 from conductor.gateway.tracing import Tracing, TracingError, check_environment, tracing_from
+from conductor.ray_connection import ClusterError
 from conductor.ray_engine_client import RayEngineClient
 from models.errors import ModelError
 from models.folder import ModelCard, find_model, model_card
@@ -192,6 +193,7 @@ async def _serve(config: Config, prepared: Prepared, listeners: Listeners, progr
         client = RayEngineClient(cluster.conductor, prepared.hash_prompt)
         stack.push_async_callback(client.close)
         await client.start()
+        await _check_model(client, prepared.card.name)
         tracing = Tracing(tracing_from(os.environ))
         stack.callback(tracing.close)
         app = create_app(client, prepared.served, config.gateway, tracing)
@@ -199,6 +201,14 @@ async def _serve(config: Config, prepared: Prepared, listeners: Listeners, progr
         progress(_ready_lines(listeners.gateway, prepared.served.name, config.gateway))
         await signals.server.serve(sockets=[listeners.gateway])
         progress("stopping the workers")
+
+
+async def _check_model(client: RayEngineClient, model: str) -> None:
+    """A gateway that attaches must ask for what is served there. Raises `ServeError`."""
+    status = await client.status()
+    served = {str(worker["model"]) for worker in status.workers.values()}
+    if served and model not in served:
+        raise ServeError(f"model.name is {model!r}; the workers of this cluster serve {', '.join(sorted(served))}")
 
 
 def _ready_lines(listener: socket.socket, model: str, settings: GatewaySettings) -> str:

@@ -31,6 +31,17 @@ class Tally(Collector):
     def add(self, amount: float, *label_values: str) -> None:
         self._values[label_values] += amount
 
+    @property
+    def total(self) -> float:
+        return sum(self._values.values())
+
+    def by_label(self, position: int = 0) -> dict[str, float]:
+        """Sums for each value of one label."""
+        sums: defaultdict[str, float] = defaultdict(float)
+        for label_values, value in self._values.items():
+            sums[label_values[position]] += value
+        return dict(sorted(sums.items()))
+
     def collect(self) -> Iterator[Metric]:
         family = CounterMetricFamily(self._name, self._words, labels=self._labels)
         for label_values, value in sorted(self._values.items()):

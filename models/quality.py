@@ -20,6 +20,18 @@ from models.kv_codec import KVCodec
 
 
 @dataclass(frozen=True, slots=True)
+class Estimate:
+    """A figure measured on a sample, and its standard error."""
+
+    value: float
+    standard_error: float
+
+    def at_most(self, limit: float) -> bool:
+        """Whether the sample is consistent with a true value of at most `limit` (one-sided, two standard errors)."""
+        return self.value - 2.0 * self.standard_error <= limit
+
+
+@dataclass(frozen=True, slots=True)
 class TextScore:
     """`losses`: of each token of a text but the first, in nats; `choices`: the most likely token at each of those places."""
 
@@ -33,6 +45,12 @@ class TextScore:
     def agreement(self, reference: TextScore) -> float:
         """The share of places at which both choose the same token."""
         return float((self.choices == reference.choices).double().mean())
+
+    def rise(self, reference: TextScore) -> Estimate:
+        """By what share the perplexity is above the reference's, with its standard error over the tokens of this text."""
+        difference = (self.losses - reference.losses).double()
+        share = math.expm1(float(difference.mean()))
+        return Estimate(share, float(difference.std()) / math.sqrt(len(difference)) * (1.0 + share))
 
 
 def score_text(

@@ -8,17 +8,21 @@ the rest; figures under another fingerprint are computed anew. A cell's figures 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias, cast
 
+from conductor.core.placement import Policy
 from traces.formats import open_trace
 from traces.simulator import SimulationOptions, simulate
 from traces.summary import summarise
 
 Summary: TypeAlias = dict[str, object]
+NOT_IN_NAMES = r"[^\w.-]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +45,13 @@ class Cell:
     @property
     def name(self) -> str:
         config = self.options.scheduler
-        return f"{config.policy}-speed{self.options.speed:g}-seed{config.seed}"
+        return f"{re.sub(NOT_IN_NAMES, '_', config.policy)}-speed{self.options.speed:g}-seed{config.seed}"
 
     def fingerprint(self, trace_digest: str) -> str:
-        """Changes whenever the figures could: with the trace's content, the cluster, the options."""
-        return hashlib.sha256(f"{trace_digest} {self.source.limit} {self.options!r}".encode()).hexdigest()
+        """Changes whenever the figures could: with the trace's content, the cluster, the options, the policy's own code."""
+        options = replace(self.options, policy=None)
+        code = "" if self.options.policy is None else inspect.getsource(inspect.unwrap(self.options.policy))
+        return hashlib.sha256(f"{trace_digest} {self.source.limit} {options!r} {code}".encode()).hexdigest()
 
 
 RunCells: TypeAlias = Callable[[Sequence[Cell]], Iterator[tuple[int, Summary]]]
@@ -53,12 +59,16 @@ RunCells: TypeAlias = Callable[[Sequence[Cell]], Iterator[tuple[int, Summary]]]
 
 
 def cells_of(
-    source: TraceSource, base: SimulationOptions, policies: Iterable[str], speeds: Iterable[float], seeds: Iterable[int]
+    source: TraceSource,
+    base: SimulationOptions,
+    policies: Mapping[str, Policy],
+    speeds: Iterable[float],
+    seeds: Iterable[int],
 ) -> list[Cell]:
     """Every combination, policies outermost."""
     return [
-        Cell(source, replace(base, speed=speed, scheduler=replace(base.scheduler, policy=policy, seed=seed)))
-        for policy in policies
+        Cell(source, replace(base, speed=speed, policy=policy, scheduler=replace(base.scheduler, policy=name, seed=seed)))
+        for name, policy in policies.items()
         for speed in speeds
         for seed in seeds
     ]

@@ -8,7 +8,7 @@ really happened stands beside both, as far as the log tells.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Protocol
@@ -16,6 +16,7 @@ from typing import Protocol
 from conductor.core.commands import Command, Reject
 from conductor.core.config import SchedulerConfig
 from conductor.core.events import Event, FirstToken, PrefillFinished, RequestArrived, RequestFinished, WorkerJoined
+from conductor.core.placement import Policy
 from conductor.core.types import Role, Tier, WorkerSpec
 from traces.clusters.profile import (
     ClusterProfile,
@@ -157,7 +158,11 @@ def cluster_of(workers: Iterable[WorkerSpec]) -> ClusterProfile:
 
 
 def compare(
-    flight: Flight, before: SchedulerConfig, after: SchedulerConfig, cluster: ClusterProfile | None = None
+    flight: Flight,
+    before: SchedulerConfig,
+    after: SchedulerConfig,
+    load_policy: Callable[[str], Policy],
+    cluster: ClusterProfile | None = None,
 ) -> list[Difference]:
     """Run the arrivals under both configurations. Deterministic."""
     roles = [spec.role for spec in flight.workers.values()]
@@ -167,10 +172,12 @@ def compare(
         decode_workers=roles.count(Role.DECODE),
         coupled_workers=roles.count(Role.COUPLED),
         scheduler=before,
+        policy=load_policy(before.policy),
     )
     requests = list(flight.requests.values())
     rows = [request.row for request in requests]
-    first, second = simulate(rows, options), simulate(rows, replace(options, scheduler=after))
+    first = simulate(rows, options)
+    second = simulate(rows, replace(options, scheduler=after, policy=load_policy(after.policy)))
     return [
         Difference(one.request_id, Side(one.ttft_s, one.reused_tokens, one.rejected), _side(old), _side(new))
         for one, old, new in zip(requests, first.outcomes, second.outcomes, strict=True)

@@ -11,7 +11,8 @@ from traces.compare import Cell, Summary, simulate_cell
 
 
 def run_on_ray(cells: Sequence[Cell], address: str | None) -> Iterator[tuple[int, Summary]]:
-    """Simulate `cells` as Ray tasks, yielding them as they end. Without an address Ray starts here and stops afterwards.
+    """Simulate `cells` as Ray tasks, yielding them as they end. Without an address, given or in the environment (every Ray job
+    has it there), Ray starts here and stops afterwards.
 
     Raises ConnectionError when no cluster answers at `address`.
     """
@@ -22,7 +23,12 @@ def run_on_ray(cells: Sequence[Cell], address: str | None) -> Iterator[tuple[int
     ours = not ray.is_initialized()
     if ours:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-        ray.init(address=address or "local", include_dashboard=False, log_to_driver=False, configure_logging=False)
+        ray.init(
+            address=address or os.environ.get("RAY_ADDRESS") or "local",
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+        )
     try:
         task = ray.remote(simulate_cell)
         numbers: dict[Any, int] = {task.remote(cell): number for number, cell in enumerate(cells)}

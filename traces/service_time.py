@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 Chunk: TypeAlias = tuple[int, int]
 """(first token, number of tokens) of the part of a prompt that one step computes."""
@@ -111,8 +111,7 @@ class DecodeTime:
         return DecodeRun(self.step_s(batch, context_tokens), slope * batch, self.per_context_token2_s * batch**2)
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeRun:
+class DecodeRun(NamedTuple):
     """Steps of a batch that nobody joins or leaves: step `k` takes `first + linear * k + quadratic * k^2` seconds, because
     each step adds a token of KV to every sequence."""
 

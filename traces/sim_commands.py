@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, TypeAlias, TypeVar
 
 import typer
 
 from conductor.core.config import ADMISSIONS, SchedulerConfig
+from conductor.core.placement import Policy
 from conductor.core.policies import POLICIES
 from conductor.core.types import SLO
 from traces.clusters.measured import measured_profile
@@ -47,11 +48,14 @@ PrefixCache = Annotated[
     bool | None, typer.Option("--prefix-cache/--no-prefix-cache", help="Reuse cached prefixes, else as the profile says.")
 ]
 LoadReports = Annotated[float | None, typer.Option(help="Seconds between load reports of each worker; none unless given.")]
+POLICY_NAMES = f"{', '.join(POLICIES)}, an entry point, or module:function"
 DEFAULT_WORKERS = 8
 MEASURABLE_CLUSTER = "smollm2-cpu"
 Admission = Annotated[str, typer.Option(help=f"When to refuse: {', '.join(ADMISSIONS)}.")]
 Pulls = Annotated[bool, typer.Option(help="Let prefill workers pull blocks from each other.")]
 T = TypeVar("T")
+PolicyLoader: TypeAlias = Callable[[str], Policy]
+"""Finds the policy of a name. Raises ValueError naming what is allowed."""
 OUTAGE = re.compile(r"([^@]+)@(\d+(?:\.\d+)?)(?:-(\d+(?:\.\d+)?))?")
 Seed = Annotated[int, typer.Option(help="Seed of policies that draw lots.")]
 TtftObjective = Annotated[float | None, typer.Option("--slo-ttft", help="TTFT objective in seconds.")]
@@ -61,20 +65,22 @@ TbtObjective = Annotated[
 EventLag = Annotated[float, typer.Option("--event-lag", min=0, help="Seconds by which workers' reports come late.")]
 
 
-def register(app: typer.Typer, open_flight_log: FlightLogOpener, measured: Path) -> None:
+def register(app: typer.Typer, open_flight_log: FlightLogOpener, measured: Path, load_policy: PolicyLoader) -> None:
     """Add the commands of this module to the `conductor` application. `measured` is the folder of this machine's profiles."""
-    commands = SimulatorCommands(open_flight_log, measured)
+    commands = SimulatorCommands(open_flight_log, measured, load_policy)
     app.command("simulate")(commands.simulate)
     app.command("compare")(commands.compare)
     app.command("experiment")(experiment)
 
 
 class SimulatorCommands:
-    """`conductor simulate` and `compare`. The format of flight logs and the place of profiles are handed in."""
+    """`conductor simulate` and `compare`. The format of flight logs, the place of profiles and where policies come from are
+    handed in."""
 
-    def __init__(self, open_flight_log: FlightLogOpener, measured: Path) -> None:
+    def __init__(self, open_flight_log: FlightLogOpener, measured: Path, load_policy: PolicyLoader) -> None:
         self._open_flight_log = open_flight_log
         self._measured = measured
+        self._load_policy = load_policy
 
     def _cluster(self, name_or_path: str, chunked_prefill: bool | None, prefix_cache: bool | None) -> ClusterProfile:
         """The cluster profile with what the flags change of it, or a line of error and the end of the command."""
@@ -103,7 +109,7 @@ class SimulatorCommands:
             typer.Option(metavar="WORKER@AT[-BACK]", help="A node dies at AT seconds and is back, empty, at BACK; repeatable."),
         ] = None,
         load_reports: LoadReports = None,
-        policy: Annotated[str, typer.Option(help=f"Placement: {', '.join(POLICIES)}.")] = "conductor",
+        policy: Annotated[str, typer.Option(help=f"Placement: {POLICY_NAMES}.")] = "conductor",
         admission: Admission = "early",
         speed: Annotated[float, typer.Option(help="Times faster than the trace.")] = 1.0,
         seed: Seed = 0,
@@ -140,6 +146,7 @@ class SimulatorCommands:
                 event_lag_s=event_lag,
                 load_reports_s=load_reports,
                 outages=tuple(outage(text) for text in lose or ()),
+                policy=self._load_policy(policy),
             )
         except ValueError as error:
             raise fail(str(error)) from error
@@ -149,7 +156,7 @@ class SimulatorCommands:
     def compare(
         self,
         trace: TracePath,
-        policies: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(POLICIES)}.")] = ",".join(POLICIES),
+        policies: Annotated[str, typer.Option(help=f"Comma-separated: {POLICY_NAMES}.")] = ",".join(POLICIES),
         speeds: Annotated[str, typer.Option(help="Comma-separated: times faster than the trace.")] = "1",
         seeds: Annotated[str, typer.Option(help="Comma-separated seeds.")] = "0",
         cluster: Cluster = "llama3-70b-8xa800",
@@ -184,13 +191,10 @@ class SimulatorCommands:
                 allow_pull=pulls,
             )
             base = SimulationOptions(profile, *pools(prefill, decode, coupled), scheduler=config, event_lag_s=event_lag)
-            names = listed(policies, "policies", str)
-            cells = cells_of(source, base, names, listed(speeds, "speeds", float), listed(seeds, "seeds", int))
+            chosen = {name: self._load_policy(name) for name in listed(policies, "policies", str)}
+            cells = cells_of(source, base, chosen, listed(speeds, "speeds", float), listed(seeds, "seeds", int))
         except ValueError as error:
             raise fail(str(error)) from error
-        unknown = [name for name in names if name not in POLICIES]
-        if unknown:
-            raise fail(f"policies holds {unknown[0]!r}; allowed: {', '.join(POLICIES)}")
         run_comparison(cells, directory, ray_address, json_target)
 
 

@@ -105,7 +105,7 @@ class SimCluster:
         """A worker comes to life with an empty cache and says so."""
         reporter = Reporter(self._loop, spec.id, epoch, self._deliver, lag_s=self._world.event_lag_s)
         speed = self._profile.network.nic_bytes_per_s
-        pool = BlockCache(self._profile.pool_blocks(spec.role))
+        pool = BlockCache(self._profile.pool_blocks(prefill_only=spec.role is Role.PREFILL))
         worker = SimWorker(spec, reporter, pool, Link(f"{spec.id}:in", speed), Link(f"{spec.id}:out", speed))
         if self._profile.storage is not None:
             worker.storage = Link(f"{spec.id}:storage", self._profile.storage.nic_bytes_per_s)
@@ -153,6 +153,7 @@ class SimCluster:
     def _prefill_engine(self, worker: SimWorker, coupled: CoupledDecode | None = None) -> PrefillEngine:
         profile = self._profile
         limits = EngineLimits(
+            worker.spec.profile,
             profile.step_tokens,
             profile.block_tokens,
             profile.max_batch,

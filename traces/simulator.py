@@ -7,13 +7,16 @@ never the ground truth, nor a request's true output length beyond the limit that
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from conductor.core.commands import Command
 from conductor.core.config import SchedulerConfig
 from conductor.core.events import Event, RequestArrived, Tick
+from conductor.core.placement import Policy
 from conductor.core.scheduler import Scheduler
 from conductor.core.types import InvariantError, Rejection, Request, Role, Tier, WorkerId, WorkerSpec
 from traces.belief import fit_cost_profile
@@ -48,6 +51,8 @@ class Outage:
 class SimulationOptions:
     """What is simulated: the cluster, the decisions, and the world's accidents.
 
+    `policy` places requests where the scheduler's configuration names a policy that is not the core's own.
+
     `load_reports_s` is how often workers report their load; None is never, since nothing runs on a simulated worker that its
     scheduler has not sent there.
     """
@@ -61,6 +66,7 @@ class SimulationOptions:
     event_lag_s: float = 0.0
     load_reports_s: float | None = None
     outages: tuple[Outage, ...] = ()
+    policy: Policy | None = None
 
     def __post_init__(self) -> None:
         if not self.speed > 0:
@@ -85,10 +91,11 @@ def simulate(
     observer: Observer | None = None,
 ) -> RunResult:
     """Replay `trace`. `observer` sees every (time, event, commands), in order, as a flight log holds them."""
-    simulation = Simulation(options, observer)
-    simulation.feed(trace)
-    simulation.run()
-    return collect(name, simulation)
+    with _reference_counts_only():
+        simulation = Simulation(options, observer)
+        simulation.feed(trace)
+        simulation.run()
+        return collect(name, simulation)
 
 
 class Simulation:
@@ -98,8 +105,8 @@ class Simulation:
         self.options = options
         self.loop = EventLoop()
         self.records: dict[str, RequestRecord] = {}
-        self.scheduler = Scheduler(options.scheduler)
-        answers = Answers(self._deliver, self._refused)
+        self.scheduler = Scheduler(options.scheduler, policy=options.policy)
+        answers = Answers(self.loop.inbox.append, self._refused)
         world = World(options.event_lag_s, options.scheduler.seed)
         self.cluster = SimCluster(self.loop, options.cluster, self.records, answers, world)
         slo = options.scheduler.slo
@@ -113,7 +120,6 @@ class Simulation:
         )
         self.hindsight = Hindsight(options.cluster, self.cluster.workers, self.watch, slo)
         self._observer = observer
-        self._inbox: deque[Event] = deque()
         self._tick_s: float | None = None
         self._last_tick_s = -1.0
         self._ticks_now = 0
@@ -126,7 +132,7 @@ class Simulation:
             self._plan_outage(outage)
 
     def feed(self, trace: Iterable[TraceRequest]) -> None:
-        """Plan the arrival of every request of `trace`."""
+        """Take in every request of `trace`, before the run."""
         origin_s: float | None = None
         for index, row in enumerate(trace):
             origin_s = row.timestamp_s if origin_s is None else origin_s
@@ -141,25 +147,30 @@ class Simulation:
                 session=row.session,
             )
             self.records[request.id] = RequestRecord(index, request, arrival_s, output_tokens)
-            self.loop.at(arrival_s, At.ARRIVAL, self._deliver, RequestArrived(request))
 
     def run(self) -> None:
         """Let virtual time pass until nothing is left to happen."""
         self._drain()
+        self._plan_arrival(iter(self.records.values()))
         self.watch.start()
         self.loop.run(self._drain)
+
+    def _plan_arrival(self, coming: Iterator[RequestRecord]) -> None:
+        """One at a time, so that what is planned stays few."""
+        record = next(coming, None)
+        if record is not None:
+            self.loop.at(record.arrival_s, At.ARRIVAL, self._arrive, record, coming)
+
+    def _arrive(self, record: RequestRecord, coming: Iterator[RequestRecord]) -> None:
+        self.loop.inbox.append(RequestArrived(record.request))
+        self._plan_arrival(coming)
 
     def _refused(self, record: RequestRecord, rejection: Rejection) -> None:
         self.hindsight.note(record, rejection, self.loop.now)
 
-    def _deliver(self, event: Event) -> None:
-        self._inbox.append(event)
-
     def _drain(self) -> None:
         """Hand over every event of this moment, and carry out what the scheduler answers."""
-        inbox, handle, execute, now = self._inbox, self.scheduler.handle, self.cluster.execute, self.loop.now
-        if not inbox:
-            return
+        inbox, handle, execute, now = self.loop.inbox, self.scheduler.handle, self.cluster.execute, self.loop.now
         while inbox:
             event = inbox.popleft()
             commands = handle(event, now)
@@ -186,7 +197,7 @@ class Simulation:
         self._last_tick_s = due_s
         if self._ticks_now > MAX_TICKS_AT_ONCE:
             raise InvariantError(f"the scheduler asks for a tick at {due_s} s again and again; virtual time stands still")
-        self._deliver(Tick())
+        self.loop.inbox.append(Tick())
 
     def _plan_outage(self, outage: Outage) -> None:
         if outage.worker not in self._specs:
@@ -196,6 +207,18 @@ class Simulation:
         if outage.back_s is not None:
             spec = self._specs[outage.worker]
             self.loop.at(outage.back_s, At.COMPLETION, self.cluster.join, spec, self._lives[outage.worker])
+
+
+@contextmanager
+def _reference_counts_only() -> Iterator[None]:
+    """A run makes no cycles worth finding, and keeps much that a search for them would walk over again and again."""
+    searched = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if searched:
+            gc.enable()
 
 
 def worker_specs(options: SimulationOptions) -> list[WorkerSpec]:
@@ -212,7 +235,7 @@ def worker_specs(options: SimulationOptions) -> list[WorkerSpec]:
             role=role,
             node=f"{role}-{number:03d}",
             profile=profile,
-            capacity_blocks={Tier.DEVICE: options.cluster.pool_blocks(role)},
+            capacity_blocks={Tier.DEVICE: options.cluster.pool_blocks(prefill_only=role is Role.PREFILL)},
             nic_bytes_per_s=options.cluster.network.nic_bytes_per_s,
             max_batch=options.cluster.max_batch,
         )

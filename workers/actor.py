@@ -317,7 +317,18 @@ class WorkerActor(ABC):
             return
         self._told_links[peer] = speed
         protocol = self.transport.protocols[name]
-        self._report(LinkMeasured(self.id, self._reporter.epoch, peer, name, protocol, speed.bytes_per_s, speed.latency_s))
+        self._report(
+            LinkMeasured(
+                self.id,
+                self._reporter.epoch,
+                peer,
+                name,
+                protocol,
+                speed.bytes_per_s,
+                speed.shared_bytes_per_s,
+                speed.latency_s,
+            )
+        )
 
     def _report(self, *events: Event) -> None:
         self._reporter.add(*events)

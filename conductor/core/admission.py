@@ -57,15 +57,19 @@ def admit(situation: Situation, choice: Choice, timeline: DecodeTimeline) -> Dec
     )
 
 
-def admit_to_decode(request: Request, decode: DecodeChoice, config: SchedulerConfig, drain_s: float) -> Rejection | None:
+def admit_to_decode(
+    request: Request, decode: DecodeChoice, config: SchedulerConfig, timeline: DecodeTimeline, now: float
+) -> Rejection | None:
     """The check that `on_prefill_done` leaves for the end of the prefill."""
     objective_s = objectives(request, config).tbt_s
     if request.attempt > 1 or objective_s is None or not decode.calibrated:
         return None
-    return _tbt_refusal(request, decode, objective_s, config, drain_s)
+    return _tbt_refusal(request, decode, objective_s, config, timeline, now)
 
 
 def objectives(request: Request, config: SchedulerConfig) -> SLO:
+    if config.slo == SLO():
+        return request.slo
     return SLO(
         ttft_s=config.slo.ttft_s if request.slo.ttft_s is None else request.slo.ttft_s,
         tbt_s=config.slo.tbt_s if request.slo.tbt_s is None else request.slo.tbt_s,
@@ -95,6 +99,8 @@ def _too_long(situation: Situation) -> Rejection | None:
     config, request = situation.config, situation.request
     blocks = -(-request.prompt_tokens // config.block_tokens)
     view = situation.view
+    if blocks <= min(view.prefill.least_capacity_blocks, view.decode.least_capacity_blocks):
+        return None
     room = min(
         float(np.max(view.prefill.capacity_blocks[situation.prefill_eligible], initial=0.0)),
         float(np.max(view.decode.capacity_blocks[situation.decode_eligible], initial=0.0)),
@@ -133,7 +139,7 @@ def _decode_refusal(
         load = decode_load_ahead(situation, timeline, now + estimate.total_s - situation.waited_s, objective_s)
         when = "when its prefill is done"
     else:
-        refused = _tbt_refusal(request, choice.decode, objective_s, config, timeline.drain_s(now, 0.5))
+        refused = _tbt_refusal(request, choice.decode, objective_s, config, timeline, now)
         if refused is not None:
             return refused
         load, when = decode_load(situation, objective_s), "on arrival"
@@ -147,13 +153,18 @@ def _decode_refusal(
 
 
 def _tbt_refusal(
-    request: Request, decode: DecodeChoice, objective_s: float, config: SchedulerConfig, drain_s: float
+    request: Request,
+    decode: DecodeChoice,
+    objective_s: float,
+    config: SchedulerConfig,
+    timeline: DecodeTimeline,
+    now: float,
 ) -> Rejection | None:
     if decode.tbt_s * config.rejection_bias[request.priority] <= objective_s:
         return None
     message = f"predicted time between tokens {decode.tbt_s:.4f} s exceeds the objective of {objective_s:.4f} s"
     predicted = _Prediction(decode.worker, decode.tbt_s, decode.low_s, decode.high_s, objective_s)
-    return _predicted(request, RejectReason.TBT_SLO, message, predicted, drain_s)
+    return _predicted(request, RejectReason.TBT_SLO, message, predicted, timeline.drain_s(now, 0.5))
 
 
 @dataclass(frozen=True, slots=True)

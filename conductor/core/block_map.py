@@ -31,7 +31,9 @@ class BlockMap:
 
     def get(self, block: BlockHash) -> int:
         """The bitmask of a block; 0 when nobody has it."""
-        return self.shard(block).get(block, 0)
+        position = block & self.high
+        shards = self.shards
+        return shards[position if position < len(shards) else position & self.low].get(block, 0)
 
     def shard(self, block: BlockHash) -> dict[BlockHash, int]:
         position = block & self.high

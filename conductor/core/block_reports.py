@@ -40,6 +40,7 @@ class BlockReports:
         self._snapshot_retry_s = snapshot_retry_s
         self._logs: dict[str, SourceLog] = {}
         self._dead: dict[str, int] = {}
+        self._asked: dict[str, None] = {}  # sources that owe a snapshot
 
     def joined(self, source: str, epoch: int) -> bool:
         """A source that is not followed starts a life; False when that life is already over."""
@@ -52,6 +53,7 @@ class BlockReports:
         """Forget everything that a source claimed, and never listen to that life again."""
         self._forget(source)
         self._logs.pop(source, None)
+        self._asked.pop(source, None)
         self._dead[source] = max(epoch, self._dead.pop(source, epoch))
         if len(self._dead) > MAX_REMEMBERED_DEATHS:
             del self._dead[next(iter(self._dead))]
@@ -88,6 +90,7 @@ class BlockReports:
         for holder in log.holders:
             self._index.replace(holder, fresh.get(holder, ()))
         log.seq, log.asked_s = stamp.seq, None
+        self._asked.pop(stamp.source, None)
         if log.highest_seq > stamp.seq:
             return self._ask(stamp.source, log, now)
         log.highest_seq = stamp.seq
@@ -100,6 +103,8 @@ class BlockReports:
 
     def ask_again(self, now: float) -> list[Command]:
         """Repeat requests that stayed without an answer."""
+        if not self._asked:
+            return []
         return [
             command
             for source, log in self._logs.items()
@@ -108,10 +113,15 @@ class BlockReports:
         ]
 
     def next_deadline(self) -> float:
+        if not self._asked:
+            return math.inf
         asked = [log.asked_s for log in self._logs.values() if log.asked_s is not None]
-        return min(asked) + self._snapshot_retry_s if asked else math.inf
+        return min(asked) + self._snapshot_retry_s
 
     def check(self) -> None:
+        asked = {source for source, log in self._logs.items() if log.asked_s is not None}
+        if asked != set(self._asked):
+            raise InvariantError(f"snapshots are owed by {sorted(asked)}, and counted for {sorted(self._asked)}")
         for source, log in self._logs.items():
             if log.seq > log.highest_seq:
                 raise InvariantError(
@@ -147,6 +157,7 @@ class BlockReports:
 
     def _ask(self, source: str, log: SourceLog, now: float) -> list[Command]:
         log.asked_s = now
+        self._asked[source] = None
         for holder in log.holders:
             self._index.doubt(holder)
         return [RequestSnapshot(source, log.epoch)]
@@ -160,6 +171,7 @@ class BlockReports:
     def _restart(self, source: str, epoch: int) -> SourceLog:
         self._forget(source)
         log = self._logs[source] = SourceLog(epoch)
+        self._asked.pop(source, None)
         return log
 
     def _forget(self, source: str) -> None:

@@ -15,6 +15,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from conductor.core.config import CalibrationConfig
 from conductor.core.cost_profile import CostProfile
 from conductor.core.decode_pool import DecodePool
@@ -43,11 +45,14 @@ class Calibration:
         self._config = config
         self._workers: dict[WorkerId, Evidence] = {}
         self._groups: dict[CostProfile, Evidence] = {}
+        self._group_numbers: dict[CostProfile, int] = {}
 
     def joined(self, worker: WorkerId, pool: PrefillPool) -> None:
-        group = self._groups.setdefault(pool.specs[worker].profile, Evidence())
+        profile = pool.specs[worker].profile
+        group = self._groups.setdefault(profile, Evidence())
         self._workers[worker] = Evidence(correction=group.correction)
         pool.correction[pool.row[worker]] = group.correction
+        pool.profile_group[pool.row[worker]] = self._group_numbers.setdefault(profile, len(self._group_numbers))
 
     def left(self, worker: WorkerId) -> None:
         self._workers.pop(worker, None)
@@ -61,10 +66,7 @@ class Calibration:
         log_error = abs(math.log(ratio / own.correction))
         own.weigh(ratio, log_error, self._config)
         group.weigh(ratio, log_error, self._config)
-        row = pool.row[worker]
-        pool.correction[row] = own.correction
-        pool.low_factor[row] = min(profile.residuals.p10, math.exp(-own.log_error))
-        pool.high_factor[row] = max(profile.residuals.p90, math.exp(own.log_error))
+        pool.recalibrate(worker, own.correction, own.log_error)
         self._confirm(profile, group, pool, now)
 
     def _confirm(self, profile: CostProfile, group: Evidence, pool: PrefillPool, now: float) -> None:
@@ -74,10 +76,9 @@ class Calibration:
             and group.observations >= self._config.min_observations
             and group.log_error <= self._config.max_log_error
         )
-        for worker, row in pool.row.items():
-            if pool.specs[worker].profile == profile:
-                agrees = supported and self._workers[worker].log_error <= self._config.max_log_error
-                pool.calibrated_until_s[row] = now + self._config.ttl_s if agrees else -math.inf
+        members = pool.profile_group == self._group_numbers[profile]
+        agree = pool.log_error <= self._config.max_log_error if supported else np.zeros_like(members)
+        pool.calibrated_until_s[members] = np.where(agree[members], now + self._config.ttl_s, -math.inf)
 
 
 MIN_STEPS = 4  # a shorter decode says more about when it joined the batch than about the length of a step
@@ -100,12 +101,10 @@ class DecodeCalibration:
         evidence = self._workers.setdefault(worker, Evidence())
         ratio = actual_s / steps / base_s
         evidence.weigh(ratio, abs(math.log(ratio / evidence.correction)), self._config)
-        row = pool.row[worker]
-        pool.correction[row] = evidence.correction
-        pool.low_factor[row], pool.high_factor[row] = math.exp(-evidence.log_error), math.exp(evidence.log_error)
+        pool.recalibrate(worker, evidence.correction, evidence.log_error)
         supported = (
             pool.specs[worker].profile.calibrated
             and evidence.observations >= self._config.min_observations
             and evidence.log_error <= self._config.max_log_error
         )
-        pool.calibrated_until_s[row] = now + self._config.ttl_s if supported else -math.inf
+        pool.calibrated_until_s[pool.row[worker]] = now + self._config.ttl_s if supported else -math.inf

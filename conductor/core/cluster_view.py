@@ -13,7 +13,7 @@ from typing import Any
 
 from conductor.core.commands import Command
 from conductor.core.decode_pool import DecodePool
-from conductor.core.events import LinkMeasured
+from conductor.core.events import LinkMeasured, LoadReported
 from conductor.core.links import Links
 from conductor.core.prefill_pool import PrefillPool, tier_bytes_per_s
 from conductor.core.prefix_index import PrefixIndex
@@ -88,6 +88,16 @@ class ClusterView:
             self.links.observe(event)
         return []
 
+    def load_reported(self, event: LoadReported, now: float) -> list[Command]:
+        worker = event.worker_id
+        if self.epochs.get(worker) != event.epoch:
+            return []
+        if worker in self.prefill:
+            self.prefill.report(worker, event.load, now)
+        if worker in self.decode:
+            self.decode.report(worker, event.load)
+        return []
+
     def drain(self, worker: WorkerId) -> None:
         for pool in (self.prefill, self.decode):
             if worker in pool:
@@ -122,11 +132,14 @@ class ClusterView:
         spec = self.specs.get(owner)
         return math.inf if spec is None or spec.nic_bytes_per_s is None else spec.nic_bytes_per_s
 
-    def source_bytes_per_s(self, holder: Holder) -> float:
-        """How fast a holder of blocks can send: a device pool by its worker's card, a lower tier by its own channel."""
+    def outbound_bytes_per_s(self, holder: Holder) -> float:
+        """What a holder of blocks has left for one more transfer: a device pool of its worker's card, a lower tier of its own
+        channel."""
         if holder.tier is Tier.DEVICE:
-            return self.nic_bytes_per_s(holder.owner)
-        return self._tier_bytes_per_s.get(holder, math.inf)
+            whole = self.nic_bytes_per_s(holder.owner)
+        else:
+            whole = self._tier_bytes_per_s.get(holder, math.inf)
+        return whole / (self._flows_out.get(holder.owner, 0) + 1)
 
     def describe(self, now: float, trust: Trust) -> dict[WorkerId, dict[str, Any]]:
         """What is believed of each worker, as JSON values."""
@@ -187,6 +200,7 @@ class ClusterView:
                 pool.flows_out[pool.row[flow.source]] += step
             if flow.target in pool:
                 pool.flows_in[pool.row[flow.target]] += step
+        self.prefill.links_changed()
 
     def _restore_flow_counts(self, worker: WorkerId) -> None:
         """A worker may come back while transfers of its former life are still counted."""
@@ -195,3 +209,4 @@ class ClusterView:
             if worker in pool:
                 pool.flows_in[pool.row[worker]] = incoming
                 pool.flows_out[pool.row[worker]] = self.flows_out(worker)
+        self.prefill.links_changed()

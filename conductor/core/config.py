@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from conductor.core.types import SLO, Priority
+from conductor.core.types import SLO, Priority, WorkerSpec
 
 ADMISSIONS = ("none", "on_prefill_done", "early", "predictive")
 
@@ -34,7 +34,7 @@ class QueueConfig:
     max_requests: int | None = None
     look_ahead: int = 64
     pack_backlog: float = 1.0  # requests waiting per worker beyond which short prompts share an engine step
-    orphan_wait_s: float = 30.0  # how long an interrupted request may wait for any worker to come back
+    orphan_wait_s: float = 30.0  # how long a request that no worker may take waits for one, in line or interrupted
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +114,18 @@ class SchedulerConfig:
         _require(self.max_attempts >= 1, "max_attempts", self.max_attempts, "an integer of at least 1")
         _require(self.decision_records >= 0, "decision_records", self.decision_records, "an integer of at least 0")
         _require(self.queue.aging > 0, "queue.aging", self.queue.aging, "more than 0, or long requests could starve")
+
+
+def require_fit(worker: WorkerSpec, config: SchedulerConfig) -> None:
+    """Raises ValueError for a worker that cannot belong to a cluster of this configuration: with blocks of another size its
+    reports and its capacity would not mean what they say."""
+    size = worker.profile.block_tokens
+    _require(
+        size == config.block_tokens,
+        f"profile.block_tokens of worker {worker.id!r}",
+        size,
+        f"{config.block_tokens}, as block_tokens is configured",
+    )
 
 
 def _require(allowed: bool, name: str, value: object, expected: str) -> None:

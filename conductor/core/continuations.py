@@ -8,8 +8,11 @@ from __future__ import annotations
 import math
 
 from conductor.core.config import SchedulerConfig
+from conductor.core.events import RequestFinished
 from conductor.core.requests import RequestState
-from conductor.core.types import InvariantError, RequestId
+from conductor.core.types import FinishReason, InvariantError, RequestId
+
+NATURAL_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class Continuations:
@@ -32,6 +35,15 @@ class Continuations:
         self._interrupted.pop(request_id, None)
         self._orphans.pop(request_id, None)
 
+    def finished(self, event: RequestFinished) -> bool:
+        """An interrupted attempt had finished before its worker was lost, and this late word of it is true: nothing is left to
+        go on with."""
+        state = self._interrupted.get(event.request_id)
+        if state is None or state.request.attempt != event.attempt or event.reason not in NATURAL_ENDS:
+            return False
+        del self._interrupted[event.request_id]
+        return True
+
     def orphans(self) -> list[RequestState]:
         return list(self._orphans.values())
 
@@ -44,9 +56,11 @@ class Continuations:
         return [state for state in self._orphans.values() if now >= state.phase_since_s + self._orphan_wait_s]
 
     def next_deadline(self) -> float:
+        if not self._interrupted and not self._orphans:
+            return math.inf
         limits = [state.phase_since_s + self._resume_timeout_s for state in self._interrupted.values()]
         limits += [state.phase_since_s + self._orphan_wait_s for state in self._orphans.values()]
-        return min(limits) if limits else math.inf
+        return min(limits)
 
     def check(self) -> None:
         both = self._interrupted.keys() & self._orphans.keys()

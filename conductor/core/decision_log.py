@@ -8,8 +8,9 @@ prefill began and ended, how much was really reused, the true time to first toke
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from conductor.core.commands import Command, Reject, ResumeRequest, StartDecode
@@ -69,10 +70,7 @@ class DecisionLog:
         """Remember a decision. The choice's columns are kept, so whoever made them must not write to them afterwards."""
         if self._capacity == 0:
             return
-        table = row = None
-        if choice is not None:
-            seen, row = choice.candidates, choice.row
-            table = replace(seen, low_factor=seen.low_factor.copy(), high_factor=seen.high_factor.copy())
+        table, row = (None, None) if choice is None else (choice.candidates, choice.row)
         actual = Actual(outcome="rejected") if isinstance(decision, Rejection) else Actual(decode=decision.decode)
         attempts = self._records.pop(request.id, []) if request.attempt > 1 else []
         self._records.pop(request.id, None)
@@ -99,6 +97,10 @@ class DecisionLog:
         if len(attempts) > 1:
             described["earlier_attempts"] = [_described(record) for record in attempts[:-1]]
         return described
+
+    def recent(self, limit: int) -> list[Sequence[Record]]:
+        """The attempts of the requests decided last, the newest request first."""
+        return list(islice(reversed(self._records.values()), limit))
 
     def _note(self, told: Any, fill: Any, now: float) -> None:
         rejection = getattr(told, "rejection", None)
@@ -176,6 +178,7 @@ def _described(record: Record) -> dict[str, Any]:
         "prompt_tokens": request.prompt_tokens,
         "priority": request.priority.name.lower(),
         "traffic_class": request.traffic_class,
+        "tenant": request.tenant,
         "arrived_s": record.arrived_s,
         "waited_s": waited_s,
         "decision": "placed" if isinstance(decision, Placement) else "rejected",
@@ -192,8 +195,9 @@ def _described(record: Record) -> dict[str, Any]:
         if record.candidates.trust is not None:
             for row, trust in zip(described["candidates"], record.candidates.trust.tolist(), strict=True):
                 row["trust"] = trust
-        if record.candidates.pull_tokens is not None and record.candidates.pull_s is not None:
-            pulls = zip(record.candidates.pull_tokens.tolist(), record.candidates.pull_s.tolist(), strict=True)
+        plans = record.candidates.plans
+        if plans.pull_tokens is not None and plans.pull_s is not None:
+            pulls = zip(plans.pull_tokens.tolist(), plans.pull_s.tolist(), strict=True)
             for row, (tokens, seconds) in zip(described["candidates"], pulls, strict=True):
                 row |= {"pull_tokens": int(tokens), "pull_s": _number(seconds)}
     described["actual"] = {name: _number(getattr(record.actual, name)) for name in Actual.__dataclass_fields__}

@@ -1,7 +1,8 @@
 """What the scheduler believes of the decode workers: batch, context, KV capacity and what is reserved of it.
 
 Capacity for prompt plus expected output is reserved when a request is placed, before its prefill starts, and returned when it
-ends: a request that has been prefilled always finds room. `incoming` is what is placed but not yet decoding, `active` what is.
+ends: a request that has been prefilled always finds room. `incoming` is what is placed but not yet decoding, `active` what is,
+`foreign` what others run there, `promised` the sum of all three.
 """
 
 from __future__ import annotations
@@ -43,9 +44,11 @@ class DecodePool(WorkerTable):
         "incoming_context": np.int64,
         "foreign_batch": np.int64,
         "foreign_context": np.int64,
+        "promised_batch": np.float64,
+        "promised_context": np.float64,
         "reserved_blocks": np.float64,
         "capacity_blocks": np.float64,
-        "max_batch": np.int64,
+        "max_batch": np.float64,
         "nic_bytes_per_s": np.float64,
         "flows_in": np.float64,
         "flows_out": np.float64,
@@ -66,9 +69,11 @@ class DecodePool(WorkerTable):
     incoming_context: IntArray
     foreign_batch: IntArray
     foreign_context: IntArray
+    promised_batch: FloatArray
+    promised_context: FloatArray
     reserved_blocks: FloatArray
     capacity_blocks: FloatArray
-    max_batch: IntArray
+    max_batch: FloatArray
     nic_bytes_per_s: FloatArray
     flows_in: FloatArray
     flows_out: FloatArray
@@ -77,6 +82,7 @@ class DecodePool(WorkerTable):
     def __init__(self) -> None:
         super().__init__()
         self._held: dict[WorkerId, dict[RequestId, Reservation]] = {}
+        self._joined_step_s: tuple[int, FloatArray] | None = None
 
     def join(self, spec: WorkerSpec, slot: int) -> None:
         profile = spec.profile
@@ -96,10 +102,30 @@ class DecodePool(WorkerTable):
         }
         self._insert(spec, values)
         self._held[spec.id] = {}
+        self._joined_step_s = None
 
     def leave(self, worker: WorkerId) -> None:
         self._delete(worker)
         del self._held[worker]
+        self._joined_step_s = None
+
+    def joined_step_s(self, context_tokens: int) -> FloatArray:
+        """Length of one decode step on each worker once a request of `context_tokens` has joined. Not to be written to."""
+        kept = self._joined_step_s
+        if kept is not None and kept[0] == context_tokens:
+            return kept[1]
+        batch_s: FloatArray = self.per_sequence_s * (self.promised_batch + 1.0)
+        batch_s += self.base_s
+        batch_s += self.per_context_token_s * (self.promised_context + float(context_tokens))
+        batch_s *= self.correction
+        self._joined_step_s = context_tokens, batch_s
+        return batch_s
+
+    def recalibrate(self, worker: WorkerId, correction: float, log_error: float) -> None:
+        """Correct the steps of a worker."""
+        row, self._joined_step_s = self.row[worker], None
+        self.correction[row] = correction
+        self.low_factor[row], self.high_factor[row] = math.exp(-log_error), math.exp(log_error)
 
     def reservations(self, worker: WorkerId) -> Mapping[RequestId, Reservation]:
         return self._held[worker]
@@ -110,6 +136,7 @@ class DecodePool(WorkerTable):
         self.reserved_blocks[row] += blocks
         self.incoming_batch[row] += 1
         self.incoming_context[row] += context_tokens
+        self._promise(row, 1, context_tokens)
 
     def activate(self, worker: WorkerId, request: RequestId, until_s: float) -> None:
         """The request decodes from here on."""
@@ -134,14 +161,17 @@ class DecodePool(WorkerTable):
         )
         batch[row] -= 1
         context[row] -= reservation.context_tokens
+        self._promise(row, -1, -reservation.context_tokens)
 
     def report(self, worker: WorkerId, load: WorkerLoad) -> None:
         """Count what runs there without having been placed by this scheduler."""
         row = self.row[worker]
         own_batch = int(self.active_batch[row] + self.incoming_batch[row])
         own_context = int(self.active_context[row] + self.incoming_context[row])
-        self.foreign_batch[row] = max(0, load.decode_batch - own_batch)
-        self.foreign_context[row] = max(0, load.decode_context_tokens - own_context) if load.decode_batch > own_batch else 0
+        batch = max(0, load.decode_batch - own_batch)
+        context = max(0, load.decode_context_tokens - own_context) if batch else 0
+        self._promise(row, batch - int(self.foreign_batch[row]), context - int(self.foreign_context[row]))
+        self.foreign_batch[row], self.foreign_context[row] = batch, context
 
     def step_s(self, worker: WorkerId) -> float:
         """The profile's uncorrected time of a step with what decodes there at present."""
@@ -150,8 +180,24 @@ class DecodePool(WorkerTable):
         context = int(self.active_context[row] + self.foreign_context[row])
         return self.specs[worker].profile.decode_step_s(batch, context)
 
+    def _promise(self, row: int, batch: int, context_tokens: int) -> None:
+        self._joined_step_s = None
+        self.promised_batch[row] += batch
+        self.promised_context[row] += context_tokens
+
     def check(self) -> None:
         super().check()
+        self._check_reservations()
+        kept = self._joined_step_s
+        self._joined_step_s = None
+        if kept is not None and not np.array_equal(kept[1], self.joined_step_s(kept[0])):
+            raise InvariantError(f"steps {kept} are kept, but {self._joined_step_s} hold")
+
+    def _check_reservations(self) -> None:
+        batch = self.active_batch + self.incoming_batch + self.foreign_batch
+        context = self.active_context + self.incoming_context + self.foreign_context
+        if not (np.array_equal(self.promised_batch, batch) and np.array_equal(self.promised_context, context)):
+            raise InvariantError(f"{self.promised_batch} requests are promised, {batch} are there")
         for worker, row in self.row.items():
             held = self._held[worker].values()
             expected = (

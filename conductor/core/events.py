@@ -167,7 +167,8 @@ class TransferFailed:
 
 @dataclass(frozen=True, slots=True)
 class LinkMeasured:
-    """How KV really comes to `worker_id` from `source` when nothing else is under way; `protocol` is what carries it."""
+    """How KV really comes to `worker_id` from `source`: a transfer by itself, and all that overlap together. `protocol` is what
+    carries it."""
 
     worker_id: WorkerId
     epoch: int
@@ -175,6 +176,7 @@ class LinkMeasured:
     transport: str
     protocol: str
     bytes_per_s: float
+    shared_bytes_per_s: float
     latency_s: float
 
 

@@ -9,7 +9,7 @@ until it is confirmed, given up or expired (I11).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from conductor.core.types import BlockHash, InvariantError
@@ -98,21 +98,24 @@ class ExpectedPrefixes:
         for last in list(self._chains.get(slot, ())):
             self.confirm(slot, last)
 
-    def expire(self, now: float) -> None:
-        """Drop the chains whose time has passed. Costs nothing until one's may have."""
+    def expire(self, now: float) -> int:
+        """Drop the chains whose time has passed; how many. Costs nothing until one's may have."""
         if now <= self._due_s:
-            return
-        for slot, chains in list(self._chains.items()):
-            for last in [last for last, chain in chains.items() if chain.until_s < now]:
-                self.confirm(slot, last)
+            return 0
+        expired = [
+            (slot, last) for slot, chains in self._chains.items() for last, chain in chains.items() if chain.until_s < now
+        ]
+        for slot, last in expired:
+            self.confirm(slot, last)
         self._due_s = min((c.until_s for chains in self._chains.values() for c in chains.values()), default=math.inf)
+        return len(expired)
 
-    def depths(self, hashes: Sequence[BlockHash]) -> Iterator[tuple[int, int]]:
-        """(slot, depth) of every slot that expects a prefix of `hashes`; of several for one slot, the last is the deepest."""
+    def depths(self, hashes: Sequence[BlockHash]) -> Iterator[tuple[Collection[int], int]]:
+        """(slots, depth) of all that expect a prefix of `hashes`, in order of depth."""
         depth, node = 0, self._roots.get(hashes[0]) if hashes else None
         while node is not None:
             depth = node.common(hashes)
-            yield from ((slot, depth) for slot in node.slots)
+            yield node.slots, depth
             whole = depth == node.stop and depth < len(hashes)
             node = node.children.get(hashes[depth]) if whole else None
 

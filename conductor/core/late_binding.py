@@ -8,14 +8,15 @@ Order is by predicted work plus `aging` times arrival time: static, and nobody i
 A pass walks the head of the line in that order and asks the policy for each request, with the work of requests earlier in
 line already added to the workers they want. A request whose chosen worker is about to go idle is dispatched; one that would
 rather wait for a busy worker (which holds its prefix) books that worker for the rest of the pass and keeps its place.
+Who waits and can be taken by nobody any more, because workers went or take no more work, is given up after `orphan_wait_s`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import chain, islice, takewhile
+from typing import NamedTuple
 
 import numpy as np
 from sortedcontainers import SortedKeyList
@@ -26,13 +27,12 @@ from conductor.core.placement import Choice, Policy, Situation
 from conductor.core.prefill_pool import PrefillPool
 from conductor.core.requests import RequestState
 from conductor.core.types import InvariantError, RequestId
-from conductor.core.worker_table import FloatArray
+from conductor.core.worker_table import FloatArray, lowest_of, some
 
 MIN_WAIT_S = 1e-4  # between two passes: an idle time that rounding puts a hair after `now` must not stop the clock
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(NamedTuple):
     """A request in line. `key` orders it; `number` counts arrivals."""
 
     state: RequestState
@@ -41,8 +41,7 @@ class Waiting:
     work_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """A request whose turn has come, as it was looked at."""
 
     state: RequestState
@@ -73,7 +72,8 @@ class OpenSteps:
 
 
 class LateBinding:
-    """The line. `assess(state, now, booked_s)` is what a policy sees of a request, with `booked_s` more work on the workers."""
+    """The line. `assess(state, now, booked_s)` is what a policy sees of a request, with `booked_s` more work on the workers;
+    `may_be_taken(state)` whether any worker may ever take it, as things are."""
 
     def __init__(
         self,
@@ -81,16 +81,19 @@ class LateBinding:
         view: ClusterView,
         policy: Policy,
         assess: Callable[[RequestState, float, FloatArray], Situation | None],
+        may_be_taken: Callable[[RequestState], bool],
     ) -> None:
         self._config = config
         self._view = view
         self._policy = policy
         self._assess = assess
+        self._may_be_taken = may_be_taken
         self._entries: dict[RequestId, Waiting] = {}
         self._order: SortedKeyList[Waiting] = SortedKeyList(key=lambda entry: (entry.key, entry.number))
         self._numbers = 0
         self.work_s = 0.0  # of all who wait
         self._due_s = math.inf
+        self._untakeable_since_s: dict[RequestId, float] = {}  # in order of time
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -112,20 +115,35 @@ class LateBinding:
         entry = self._entries[state.request.id] = Waiting(state, key, self._numbers, work_s)
         self.work_s += work_s
         self._order.add(entry)
+        self._note(state, self._may_be_taken(state), now)
         self._due_s = min(self._due_s, now + config.burst_window_s)
 
     def remove(self, request_id: RequestId) -> None:
         entry = self._entries.pop(request_id, None)
         if entry is not None:
             self._order.remove(entry)
+            self._untakeable_since_s.pop(request_id, None)
             self.work_s = self.work_s - entry.work_s if self._entries else 0.0
 
     def next_deadline(self) -> float:
-        return self._due_s if self._entries else math.inf
+        if not self._entries:
+            return math.inf
+        given_up_s = next(iter(self._untakeable_since_s.values()), math.inf) + self._config.orphan_wait_s
+        return min(self._due_s, given_up_s)
 
-    def workers_changed(self, now: float) -> None:
+    def look_soon(self, now: float) -> None:
         """A worker came, or became free: look at the line at once."""
         self._due_s = min(self._due_s, now)
+
+    def workers_changed(self, now: float) -> None:
+        """Workers came, went, or take no more work: who can be taken at all?"""
+        for entry in self._entries.values():
+            self._note(entry.state, self._may_be_taken(entry.state), now)
+
+    def untakeable(self, now: float) -> list[RequestState]:
+        """Requests that nobody could take for too long."""
+        late = takewhile(lambda item: now >= item[1] + self._config.orphan_wait_s, self._untakeable_since_s.items())
+        return [self._entries[request_id].state for request_id, _ in late]
 
     def turns(self, now: float) -> Iterator[Turn]:
         """The requests to dispatch, in order. Each must be booked before the next is asked for."""
@@ -141,20 +159,29 @@ class LateBinding:
             if turn is not None:
                 self.remove(entry.state.request.id)
                 yield turn
-        self._due_s = min(self._due_s, self._next_idle_s(now))
+        if self._entries:
+            self._due_s = min(self._due_s, self._next_idle_s(now))
 
     def _look_at(self, state: RequestState, now: float, booked_s: FloatArray, steps: OpenSteps) -> Turn | None:
         situation = self._assess(state, now, booked_s)
         choice = None if situation is None else self._policy(situation)
+        self._note(state, choice is not None, now)
         if situation is None or choice is None:
             return None
         table, row = choice.candidates, choice.row
-        new_tokens = situation.request.prompt_tokens - table.local_tokens[row] - table.fetched_tokens[row]
+        plans = table.plans
+        new_tokens = situation.request.prompt_tokens - table.local_tokens[row] - plans.fetched_tokens[row]
         if table.queue_s[row] > self._config.dispatch_ahead_s and not steps.has_room(row, new_tokens):
-            booked_s[row] += table.prefill_s[row] + table.transfer_s[row]
+            booked_s[row] += plans.prefill_s[row] + plans.transfer_s[row]
             return None
         steps.join(row, new_tokens)
         return Turn(state, situation, choice)
+
+    def _note(self, state: RequestState, takeable: bool, now: float) -> None:
+        if takeable:
+            self._untakeable_since_s.pop(state.request.id, None)
+        else:
+            self._untakeable_since_s.setdefault(state.request.id, now)
 
     def _in_order(self, now: float) -> Iterator[Waiting]:
         """Whoever has waited too long first, by arrival; then by key."""
@@ -164,15 +191,18 @@ class LateBinding:
 
     def _someone_is_free(self, now: float) -> bool:
         pool = self._view.prefill
-        return bool(((pool.queue_s(now) <= self._config.dispatch_ahead_s) & pool.accepts).any())
+        return some((pool.queue_s(now) <= self._config.dispatch_ahead_s) & pool.accepts)
 
     def _next_idle_s(self, now: float) -> float:
         """When the next busy worker is about to go idle."""
         pool, ahead_s = self._view.prefill, self._config.dispatch_ahead_s
         busy_s = pool.queue_s(now)
         busy_s = busy_s[(busy_s > ahead_s) & pool.accepts]
-        return now + max(float(busy_s.min()) - ahead_s, MIN_WAIT_S) if len(busy_s) else math.inf
+        return now + max(lowest_of(busy_s) - ahead_s, MIN_WAIT_S) if len(busy_s) else math.inf
 
     def check(self) -> None:
         if len(self._entries) != len(self._order):
             raise InvariantError(f"{len(self._entries)} requests wait, {len(self._order)} are in order")
+        since_s = list(self._untakeable_since_s.values())
+        if since_s != sorted(since_s) or not self._untakeable_since_s.keys() <= self._entries.keys():
+            raise InvariantError(f"requests {list(self._untakeable_since_s)} are given up at {since_s}, in that order")

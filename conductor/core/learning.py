@@ -30,7 +30,7 @@ class Learning:
     def left(self, worker: WorkerId) -> None:
         self._prefill.left(worker)
         self._decode.left(worker)
-        self.trust.forget(worker, self._view.prefill)
+        self.trust.forget(worker)
 
     def prefilled(self, state: RequestState, event: PrefillFinished, now: float) -> bool:
         """Learn from a prompt that has been computed. True if the worker's claims about its cache proved wrong."""

@@ -14,7 +14,6 @@ import numpy as np
 from conductor.core.decode_pool import DecodePool
 from conductor.core.decode_timeline import DecodeTimeline
 from conductor.core.placement import Situation
-from conductor.core.tbt import joined_step_s
 
 
 def prefill_load(situation: Situation, ttft_objective_s: float) -> float:
@@ -24,7 +23,7 @@ def prefill_load(situation: Situation, ttft_objective_s: float) -> float:
 
 def decode_load(situation: Situation, tbt_objective_s: float) -> float:
     pool = situation.view.decode
-    return float(joined_step_s(pool, situation.need.context_tokens).mean()) / tbt_objective_s
+    return float(pool.joined_step_s(situation.need.context_tokens).mean()) / tbt_objective_s
 
 
 def decode_load_ahead(situation: Situation, timeline: DecodeTimeline, prefill_end_s: float, tbt_objective_s: float) -> float:

@@ -21,7 +21,7 @@ from typing import Any
 from conductor.core.cluster_view import ClusterView, Flow
 from conductor.core.commands import Command, DropBlocks, TransferBlocks
 from conductor.core.config import MigrationConfig
-from conductor.core.events import TransferFailed, TransferFinished
+from conductor.core.events import TransferFailed, TransferFinished, WorkerDraining
 from conductor.core.prefix_index import PrefixIndex, PrefixMatch
 from conductor.core.types import BlockHash, Holder, InvariantError, Tier, TransferReason, WorkerId
 
@@ -98,8 +98,12 @@ class Migration:
         self._due_s = now + self._config.interval_s if self._heads else math.inf
         return commands
 
-    def drain(self, worker: WorkerId, now: float) -> list[Command]:
-        """Copies of the warm heads that nobody else holds, before the worker goes. They are not held against the budget."""
+    def draining(self, event: WorkerDraining, now: float) -> list[Command]:
+        """A worker goes: it gets no new work, and the warm heads that nobody else holds are copied, whatever the budget has."""
+        worker = event.worker_id
+        self._view.drain(worker)
+        if worker not in self._view.prefill:
+            return []
         commands: list[Command] = []
         for _, head in sorted(self._heads.items()):
             holders = {holder.owner for holder in self._index.holders(head.blocks[-1])}

@@ -7,21 +7,19 @@ belief and decides; it changes nothing. Equal scores go to the lower worker id.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from conductor.core.cluster_view import ClusterView
 from conductor.core.config import SchedulerConfig
 from conductor.core.tbt import DecodeChoice, DecodeNeed, choose_decode
-from conductor.core.ttft import Candidates, PrefillTerms
+from conductor.core.ttft import Candidates, PrefillTerms, Reuse
 from conductor.core.types import Request, Role, WorkerId
 from conductor.core.worker_table import BoolArray, FloatArray, WorkerTable
 
 
-@dataclass(frozen=True, slots=True)
-class Situation:
+class Situation(NamedTuple):
     """One request and everything that a policy may know.
 
     `sequence` counts decisions; `waiting` requests are queued behind, `backlog_s` seconds of work a prefill worker.
@@ -41,8 +39,7 @@ class Situation:
     backlog_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """A policy's answer: the row of the prefill worker among `candidates`, and the decode worker."""
 
     candidates: Candidates
@@ -57,22 +54,21 @@ class Choice:
 Policy: TypeAlias = Callable[[Situation], Choice | None]
 
 
-def eligible(table: WorkerTable, request: Request, avoid: frozenset[WorkerId], accepts: BoolArray) -> BoolArray:
+def eligible(table: WorkerTable, request: Request, avoid: frozenset[WorkerId]) -> BoolArray:
     """Workers that take new work of the request's model and did not just fail it."""
     if not request.model and not avoid:
-        return accepts
-    serves = [
-        worker not in avoid and (not request.model or table.specs[worker].model in ("", request.model)) for worker in table.ids
-    ]
-    usable: BoolArray = accepts & np.array(serves, dtype=np.bool_)
+        return table.accepts
+    usable = table.accepts & table.serving(request.model) if request.model else table.accepts.copy()
+    usable[[table.row[worker] for worker in sorted(avoid) if worker in table]] = False
     return usable
 
 
 def lowest(score: FloatArray, usable: BoolArray) -> int | None:
     """The first row with the lowest score among the usable ones."""
-    if not usable.any():
-        return None
-    return int(np.where(usable, score, np.inf).argmin())
+    row = int(score.argmin())
+    if not usable[row]:
+        row = int(np.where(usable, score, np.inf).argmin())
+    return row if usable[row] else None
 
 
 def decode_beside(situation: Situation, prefill: WorkerId) -> DecodeChoice | None:
@@ -90,23 +86,17 @@ def local_candidates(situation: Situation, score: FloatArray | None = None) -> C
     terms = situation.terms
     prefill_s = terms.prefill_s(terms.local_tokens)
     nothing = np.zeros_like(prefill_s)
-    return candidates(terms, nothing, prefill_s, nothing, terms.queue_s + prefill_s if score is None else score)
+    reuse = Reuse(nothing, prefill_s, nothing)
+    return candidates(terms, reuse, terms.queue_s + prefill_s if score is None else score)
 
 
-def candidates(
-    terms: PrefillTerms, transfer_s: FloatArray, prefill_s: FloatArray, fetched_tokens: FloatArray, score: FloatArray
-) -> Candidates:
-    """Candidates that fetch `fetched_tokens` from the best holder."""
+def candidates(terms: PrefillTerms, reuse: Reuse, score: FloatArray) -> Candidates:
     pool = terms.pool
     return Candidates(
         ids=pool.ids,
         queue_s=terms.queue_s,
-        transfer_s=transfer_s,
-        prefill_s=prefill_s,
         local_tokens=terms.local_tokens,
-        fetched_tokens=fetched_tokens,
-        sources=(terms.best,),
-        source_code=np.zeros_like(prefill_s),
+        plans=reuse,
         score=score,
         calibrated=pool.calibrated_until_s >= terms.now,
         low_factor=pool.low_factor,

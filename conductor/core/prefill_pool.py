@@ -51,6 +51,8 @@ class PrefillPool(WorkerTable):
         "jobs": np.int64,
         "correction": np.float64,
         "calibrated_until_s": np.float64,
+        "profile_group": np.int64,
+        "log_error": np.float64,
         "low_factor": np.float64,
         "high_factor": np.float64,
         "trust": np.float64,
@@ -65,6 +67,7 @@ class PrefillPool(WorkerTable):
         "handover_s_per_token": np.float64,
         "handover_latency_s": np.float64,
         "handover_groups": np.float64,
+        "overlap_share": np.float64,
         "flows_in": np.float64,
         "flows_out": np.float64,
         "capacity_blocks": np.float64,
@@ -89,6 +92,8 @@ class PrefillPool(WorkerTable):
     jobs: IntArray
     correction: FloatArray
     calibrated_until_s: FloatArray
+    profile_group: IntArray  # workers of one profile have one number
+    log_error: FloatArray  # of the predictions for this worker
     low_factor: FloatArray
     high_factor: FloatArray
     trust: FloatArray
@@ -103,6 +108,7 @@ class PrefillPool(WorkerTable):
     handover_s_per_token: FloatArray
     handover_latency_s: FloatArray
     handover_groups: FloatArray
+    overlap_share: FloatArray  # of a transfer that hides behind the compute, or of the compute that hides behind it
     flows_in: FloatArray
     flows_out: FloatArray
     capacity_blocks: FloatArray
@@ -111,8 +117,14 @@ class PrefillPool(WorkerTable):
     def __init__(self) -> None:
         super().__init__()
         self._work: dict[WorkerId, dict[RequestId, PrefillJob]] = {}
+        self._queue_s: tuple[float, FloatArray] | None = None
+        self._churn_share: FloatArray | None = None
+        self._inbound_bytes_per_s: FloatArray | None = None
+        self._foreign_until_s = -math.inf
         self.distrusted = False  # whether any worker's claims are discounted
         self.lower_holders: tuple[Holder, ...] = ()  # host, disk and shared store of each row; empty where nobody has any
+        self.chunked = False  # whether any worker cuts prompts into steps
+        self.layered = False  # whether any worker's transfers overlap its compute
         self.awaits_handover = False  # whether the first token of any worker's prompts leaves its decode worker
 
     def join(self, spec: WorkerSpec, slots: Mapping[str, int]) -> None:
@@ -137,35 +149,74 @@ class PrefillPool(WorkerTable):
             "latency_s": profile.transfer_latency_s,
             "kv_bytes_per_token": profile.kv_bytes_per_token,
             "layer_groups": profile.layer_groups,
+            "overlap_share": 1.0 - 1.0 / profile.layer_groups,
             "capacity_blocks": spec.capacity_blocks.get(Tier.DEVICE, math.inf),
             "accepts": spec.role is not Role.DECODE,
         }
         self._insert(spec, {**values, **_handover(spec), **slots})
         self._work[spec.id] = {}
-        self.awaits_handover = bool(self.handover_groups.any())
+        self._forget_rows()
 
-    def relink(self, worker: WorkerId, bytes_per_s: float, latency_s: float) -> None:
-        """What brings KV to a worker is worth this."""
-        row = self.row[worker]
+    def relink(self, worker: WorkerId, bytes_per_s: float, shared_bytes_per_s: float, latency_s: float) -> None:
+        """What brings KV to a worker is worth this: to one transfer, and to all at once."""
+        row, card_bytes_per_s = self.row[worker], self.specs[worker].nic_bytes_per_s
         self.link_bytes_per_s[row], self.latency_s[row] = bytes_per_s, latency_s
+        self.nic_bytes_per_s[row] = min(shared_bytes_per_s, math.inf if card_bytes_per_s is None else card_bytes_per_s)
+        self.links_changed()
 
     def leave(self, worker: WorkerId) -> None:
         self._delete(worker)
         del self._work[worker]
+        self._forget_rows()
 
     def queue_s(self, now: float) -> FloatArray:
-        """Seconds until each worker could start something more."""
+        """Seconds until each worker could start something more. The array is not to be written to."""
+        if self._queue_s is not None and self._queue_s[0] == now:
+            return self._queue_s[1]
         queue: FloatArray = np.maximum(self.running_end_s - now, 0.0)
         queue += self.pending_s
-        queue += np.minimum(np.maximum(self.foreign_end_s - now, 0.0), self.foreign_s)
+        if now < self._foreign_until_s:
+            queue += np.minimum(np.maximum(self.foreign_end_s - now, 0.0), self.foreign_s)
+        self._queue_s = now, queue
         return queue
 
     def churn_share(self) -> FloatArray:
-        """How much more each worker's cache has been written than the least written one, as a share of all of it."""
-        least = float(self.churn_tokens.min())
-        most = float(self.churn_tokens.max())
-        share: FloatArray = (self.churn_tokens - least) / max(most - least, 1.0)
+        """How much more each worker's cache has been written than the least written one, as a share of all of it. The array is
+        not to be written to."""
+        share = self._churn_share
+        if share is None:
+            churn = self.churn_tokens
+            least, most = churn.item(churn.argmin()), churn.item(churn.argmax())
+            share = self._churn_share = (churn - least) / max(most - least, 1.0)
         return share
+
+    def inbound_bytes_per_s(self) -> FloatArray:
+        """What each worker's card and link leave to one more transfer. The array is not to be written to."""
+        bandwidth = self._inbound_bytes_per_s
+        if bandwidth is None:
+            bandwidth = self._inbound_bytes_per_s = self.nic_bytes_per_s / (self.flows_in + 1.0)
+            np.minimum(bandwidth, self.link_bytes_per_s, out=bandwidth)
+        return bandwidth
+
+    def links_changed(self) -> None:
+        """Transfers came or went."""
+        self.version += 1
+        self._inbound_bytes_per_s = None
+
+    def recalibrate(self, worker: WorkerId, correction: float, log_error: float) -> None:
+        """Correct a worker's prefill times. Arrays that a decision has seen stay as they were."""
+        row, residuals = self.row[worker], self.specs[worker].profile.residuals
+        self.version += 1
+        self.correction[row], self.log_error[row] = correction, log_error
+        self.low_factor, self.high_factor = self.low_factor.copy(), self.high_factor.copy()
+        self.low_factor[row] = min(residuals.p10, math.exp(-log_error))
+        self.high_factor[row] = max(residuals.p90, math.exp(log_error))
+
+    def believe(self, worker: WorkerId, share: float) -> None:
+        """Take the worker's claims for `share` of what they say."""
+        self.version += 1
+        self.trust[self.row[worker]] = share
+        self.distrusted = bool((self.trust < 1.0).any())
 
     def worker_queue_s(self, worker: WorkerId, now: float) -> float:
         row = self.row[worker]
@@ -178,6 +229,7 @@ class PrefillPool(WorkerTable):
     def book(self, worker: WorkerId, request: RequestId, job: PrefillJob, now: float) -> None:
         """Count work that has just been dispatched."""
         work, row = self._work[worker], self.row[worker]
+        self._queue_s = self._churn_share = None
         if work:
             self.pending_s[row] += job.work_s
         else:
@@ -191,6 +243,7 @@ class PrefillPool(WorkerTable):
         """The worker began with `request`; a request that overtook others leaves the sum as it is."""
         work = self._work[worker]
         if request in work and next(iter(work)) == request:
+            self._queue_s = None
             self.running_end_s[self.row[worker]] = now + work[request].work_s
 
     def release(self, worker: WorkerId, request: RequestId, now: float) -> None:
@@ -198,6 +251,7 @@ class PrefillPool(WorkerTable):
         work, row = self._work[worker], self.row[worker]
         if request not in work:
             return
+        self._queue_s = None
         was_running = next(iter(work)) == request
         self.active_tokens[row] -= work.pop(request).new_tokens
         self.jobs[row] = len(work)
@@ -209,16 +263,34 @@ class PrefillPool(WorkerTable):
     def report(self, worker: WorkerId, load: WorkerLoad, now: float) -> None:
         """Correct the belief by what the worker says. What was dispatched since it looked is still counted from our side."""
         row = self.row[worker]
+        self._queue_s = None
         if load.running_prefill_remaining_s > 0.0:
             self.running_end_s[row] = now + load.running_prefill_remaining_s
         unknown_tokens = max(0, load.queued_prefill_tokens - int(self.active_tokens[row]))
         self.foreign_s[row] = unknown_tokens * float(self.per_token_s[row] * self.correction[row])
         self.foreign_end_s[row] = max(float(self.running_end_s[row]), now) + self.foreign_s[row]
+        self._foreign_until_s = max(self._foreign_until_s, float(self.foreign_end_s[row]))
 
     def prefill_s(self, worker: WorkerId, prompt_tokens: int, reused_tokens: int) -> float:
         """Corrected prediction for one worker."""
         predicted = self.specs[worker].profile.prefill_s(prompt_tokens, reused_tokens)
         return predicted * float(self.correction[self.row[worker]])
+
+    def _forget_rows(self) -> None:
+        """Rows came or went: nothing that was kept has the right length any more."""
+        self._queue_s = self._churn_share = self._inbound_bytes_per_s = None
+        self.distrusted = bool((self.trust < 1.0).any())
+        self.awaits_handover = bool(self.handover_groups.any())
+        self.chunked = bool((self.chunk_tokens < UNCHUNKED_TOKENS).any())
+        self.layered = bool((self.layer_groups > 1.0).any())
+
+    def _check_kept(self) -> None:
+        kept = self._queue_s, self._churn_share, self._inbound_bytes_per_s
+        self._queue_s = self._churn_share = self._inbound_bytes_per_s = None
+        fresh = () if kept[0] is None else self.queue_s(kept[0][0]), self.churn_share(), self.inbound_bytes_per_s()
+        seen = () if kept[0] is None else kept[0][1], kept[1], kept[2]
+        if any(old is not None and not np.array_equal(old, new) for old, new in zip(seen, fresh, strict=True)):
+            raise InvariantError(f"queues, churn and bandwidths {seen} are kept, but {fresh} hold")
 
     def check(self) -> None:
         super().check()
@@ -230,6 +302,8 @@ class PrefillPool(WorkerTable):
                 raise InvariantError(f"{worker}: {self.pending_s[row]} s pending for {len(work)} outstanding requests")
             if self.flows_in[row] < 0 or self.flows_out[row] < 0:
                 raise InvariantError(f"{worker}: negative number of transfers in flight")
+        if self.ids:
+            self._check_kept()
 
 
 def _handover(spec: WorkerSpec) -> dict[str, float]:

@@ -67,6 +67,7 @@ class PrefixIndex:
         self._free_numbers: list[int] = []
         self._numbers: list[int] = []  # the slot number that each bit stands for
         self._free_bits: list[int] = []
+        self.version = 0  # grows with whatever may change what a match finds
         self._live = 0
         self._walked = 0  # bits of holders whose blocks are looked at one by one
         self._matches = 0
@@ -111,6 +112,7 @@ class PrefixIndex:
         slot = self._slots.get(holder)
         if slot is not None:
             self._walked |= slot.mask
+            self.version += 1
 
     def holders(self, block: BlockHash) -> tuple[Holder, ...]:
         """Who has a block for certain, fastest tier first."""
@@ -138,6 +140,7 @@ class PrefixIndex:
         if parent is not None and not self._blocks.get(parent) & bit:
             return False
         slot.claims += self._blocks.add(blocks, bit, self._live)
+        self.version += 1
         expected = self._expected.ends(slot.number)
         if expected:
             for block in [block for block in blocks if block in expected]:
@@ -151,6 +154,7 @@ class PrefixIndex:
         if slot is None:
             return
         slot.claims -= self._blocks.discard(blocks, slot.mask)
+        self.version += 1
         self.sweep()
 
     def replace(self, holder: Holder, blocks: Sequence[BlockHash]) -> None:
@@ -167,15 +171,17 @@ class PrefixIndex:
         slot = self._slots.get(holder)
         if slot is not None and blocks and not self._blocks.get(blocks[-1]) & slot.mask:
             self._expected.add(slot.number, blocks, until_s)
+            self.version += 1
 
     def unexpect(self, holder: Holder, blocks: Sequence[BlockHash]) -> None:
         """One of those who would have stored this chain does not."""
         slot = self._slots.get(holder)
         if slot is not None and blocks:
             self._expected.discard(slot.number, blocks[-1])
+            self.version += 1
 
     def expire(self, now: float) -> None:
-        self._expected.expire(now)
+        self.version += self._expected.expire(now)
 
     # matching
 
@@ -185,9 +191,9 @@ class PrefixIndex:
         if not self._expected:
             return PrefixMatch(confirmed, confirmed)
         depths = confirmed.copy()
-        for number, depth in self._expected.depths(block_hashes):
-            if depth > depths[number]:
-                depths[number] = depth
+        for slots, depth in self._expected.depths(block_hashes):
+            numbers = np.fromiter(slots, np.int64, len(slots))
+            depths[numbers] = np.maximum(depths[numbers], depth)
         return PrefixMatch(depths, confirmed)
 
     def _depths(self, hashes: Sequence[BlockHash]) -> IntArray:
@@ -201,6 +207,7 @@ class PrefixIndex:
             broken = self._audit(hashes, losses)
             if broken:
                 self._walked |= broken
+                self.version += 1
                 return self._depths(hashes)
         if walked:
             losses += self._walk(hashes, 0, walked)
@@ -267,15 +274,15 @@ class PrefixIndex:
         Prompts that share a root mostly part at the same depth, the end of a system prompt, so two look-ups there are worth
         more than a bisection of the whole.
         """
-        total = len(hashes)
+        total, get = len(hashes), self._blocks.get
         if not mask:
             return 0, 0, 0
         if len(self._partings) > CACHED:
             self._partings.clear()
         depth = self._partings.get(hashes[0], 0)
-        if depth < 1 or depth >= total or self._blocks.get(hashes[depth - 1]) & mask != mask:
+        if depth < 1 or depth >= total or get(hashes[depth - 1]) & mask != mask:
             return 1, total, 0
-        here = self._blocks.get(hashes[depth]) & mask
+        here = get(hashes[depth]) & mask
         return (depth + 1, total, 0) if here == mask else (depth, depth, here)
 
     def _write(self, depths: IntArray, mask: int, depth: int) -> None:
@@ -342,6 +349,7 @@ class PrefixIndex:
         self._expected.check()
 
     def _assign_bit(self, slot: _Slot) -> None:
+        self.version += 1
         slot.bit = self._free_bits.pop() if self._free_bits else len(self._numbers)
         if slot.bit == len(self._numbers):
             self._numbers.append(0)
@@ -358,6 +366,7 @@ class PrefixIndex:
 
     def _retire(self, slot: _Slot) -> None:
         """Let every confirmed claim vanish at once; the bit is swept out of the map and only then used again."""
+        self.version += 1
         self._live ^= slot.mask
         self._walked &= ~slot.mask
         self._retired |= slot.mask

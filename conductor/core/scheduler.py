@@ -18,7 +18,7 @@ from conductor.core.block_reports import BlockReports
 from conductor.core.bookings import Bookings
 from conductor.core.cluster_view import ClusterView
 from conductor.core.commands import Cancel, Command, Reject, ResumeRequest, StartDecode, StartPrefill
-from conductor.core.config import SchedulerConfig
+from conductor.core.config import SchedulerConfig, require_fit
 from conductor.core.continuations import Continuations
 from conductor.core.decision_log import DecisionLog
 from conductor.core.events import (
@@ -48,6 +48,7 @@ from conductor.core.events import (
 from conductor.core.late_binding import LateBinding
 from conductor.core.learning import Learning
 from conductor.core.migration import Migration
+from conductor.core.overview import Overview
 from conductor.core.placement import Choice, Policy, Situation
 from conductor.core.policies import policy_named
 from conductor.core.policies.conductor import least_work_s
@@ -57,6 +58,9 @@ from conductor.core.types import SLO, FinishReason, Rejection, RejectReason, Req
 
 FREEING = frozenset((PrefillFinished, HandoverFinished, RequestFailed, RequestCancelled, WorkerJoined, WorkerLost))
 """Events after which a prefill worker may be free that was not before."""
+
+CHANGING = frozenset((WorkerJoined, WorkerDraining, WorkerLost))
+"""Events after which other requests than before may find a worker."""
 
 OUTCOMES = {
     FinishReason.STOP: Outcome.FINISHED,
@@ -85,7 +89,9 @@ class Scheduler:
         self._migration = Migration(self.config.migration, self._view, self._index, self.config.block_tokens)
         self._books = Bookings(self._view, self._index)
         self._assessor = Assessor(self.config, self._index, self._view, self._learning.outputs, lambda: self._line.load)
-        self._line = LateBinding(self.config.queue, self._view, self._policy, self._assessor.assess)
+        self._line = LateBinding(
+            self.config.queue, self._view, self._policy, self._assessor.assess, self._assessor.may_be_taken
+        )
         wanted = self.config.late_binding
         self._late_binding = self.config.policy == "conductor" if wanted is None else wanted
         self._handlers: dict[type, Callable[[Any, float], list[Command]]] = {
@@ -94,12 +100,12 @@ class Scheduler:
             RequestCancelled: self._handle_request_cancelled,
             WorkerJoined: self._handle_worker_joined,
             WorkerLost: self._handle_worker_lost,
-            WorkerDraining: self._handle_worker_draining,
+            WorkerDraining: self._migration.draining,
             BlocksStored: self._reports.stored,
             BlocksRemoved: self._reports.removed,
             CacheCleared: self._reports.cleared,
             IndexSnapshot: self._reports.snapshot,
-            LoadReported: self._handle_load_reported,
+            LoadReported: self._view.load_reported,
             PrefillStarted: self._handle_prefill_started,
             PrefillFinished: self._handle_prefill_finished,
             HandoverFinished: self._handle_handover_finished,
@@ -113,14 +119,18 @@ class Scheduler:
         }
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        """Take in one event and answer with what is to be done. Never raises on the order of events."""
+        """Take in one event and answer with what is to be done. Never raises on the order of events; raises ValueError for a
+        worker that cannot belong to this cluster."""
         if now > self._now:
             self._now = now
         self._index.expire(self._now)
         commands = self._handlers[type(event)](event, self._now)
-        if type(event) in FREEING and len(self._line):
-            self._line.workers_changed(self._now)
-            commands = commands + self._dispatch(self._now)
+        if len(self._line):
+            if type(event) in CHANGING:
+                self._line.workers_changed(self._now)
+            if type(event) in FREEING:
+                self._line.look_soon(self._now)
+                commands = commands + self._dispatch(self._now)
         self._log.observe(event, commands, self._now)
         return commands
 
@@ -132,14 +142,18 @@ class Scheduler:
         """What is believed of each worker, as JSON values."""
         return self._view.describe(self._now, self._learning.trust)
 
+    def overview(self, now: float) -> dict[str, Any]:
+        """The last decisions and what the last requests add up to, as JSON values."""
+        return Overview(self.config, self._log, self._index, self._view).describe(now)
+
     def copies_in_flight(self) -> list[dict[str, Any]]:
         """The background copies under way and why each was thought worth its cost, as JSON values."""
         return self._migration.explain()
 
     def next_deadline(self) -> float | None:
         """When `handle(Tick(), now)` is due at the latest; None when nothing waits for time to pass."""
-        waiting = (self._reports, self._continuations, self._line, self._migration)
-        deadline = min(part.next_deadline() for part in waiting)
+        waits = self._reports.next_deadline(), self._continuations.next_deadline()
+        deadline = min(*waits, self._line.next_deadline(), self._migration.next_deadline())
         return None if deadline == math.inf else deadline
 
     def check(self) -> None:
@@ -160,7 +174,9 @@ class Scheduler:
 
     def _handle_request_resumed(self, event: RequestResumed, now: float) -> list[Command]:
         state = self._requests.get(event.request.id)
-        if state is None or state.phase is not Phase.INTERRUPTED or event.request.attempt != state.request.attempt + 1:
+        if state is None:  # word came meanwhile that the attempt had finished, but not all of its output came through
+            return self._handle_request_arrived(RequestArrived(event.request), now)
+        if state.phase is not Phase.INTERRUPTED or event.request.attempt != state.request.attempt + 1:
             return []
         self._continuations.forget(event.request.id)
         state.request = event.request
@@ -169,8 +185,7 @@ class Scheduler:
 
     def _continue(self, state: RequestState, now: float) -> list[Command]:
         """Place an interrupted request again, or keep it for a worker that comes back."""
-        situation = self._assessor.assess(state, now)
-        if situation is None or not (situation.prefill_eligible.any() and situation.decode_eligible.any()):
+        if not self._assessor.may_be_taken(state):
             self._continuations.orphaned(state)
             return []
         self._continuations.forget(state.request.id)
@@ -188,25 +203,24 @@ class Scheduler:
         return [Cancel(event.request_id, state.request.attempt, workers)] if workers else []
 
     def _enqueue(self, state: RequestState, now: float) -> list[Command]:
-        situation = self._assessor.assess(state, now)
-        if situation is None:
-            return self._reject(state, self._assessor.nobody(state.request))
+        if not self._assessor.anybody:
+            return self._reject(state, self._assessor.nobody(state))
         if self._line.full:
             message = f"{len(self._line)} requests are waiting, as many as are allowed"
-            one_s = situation.backlog_s / len(self._line) if len(self._line) else 1.0
+            one_s = self._assessor.backlog_s / len(self._line) if len(self._line) else 1.0
             return self._reject(state, admission.refuse(state.request, RejectReason.QUEUE_FULL, message, one_s))
-        hopeless = self._hopeless(state, situation)
-        if hopeless:
-            return hopeless
-        self._line.add(state, least_work_s(situation), now)
+        if self.config.admission != "none" and admission.objectives(state.request, self.config) != SLO():
+            hopeless = self._hopeless(state, now)
+            if hopeless:
+                return hopeless
+        self._line.add(state, least_work_s(self._assessor.terms(state.request, now), self.config.allow_pull), now)
         return []
 
-    def _hopeless(self, state: RequestState, situation: Situation) -> list[Command]:
+    def _hopeless(self, state: RequestState, now: float) -> list[Command]:
         """Refuse on arrival what would be refused when its turn comes, however short the wait until then."""
-        if self.config.admission == "none" or admission.objectives(state.request, self.config) == SLO():
-            return []
-        choice = self._policy(situation)
-        if choice is None:
+        situation = self._assessor.assess(state, now)
+        choice = None if situation is None else self._policy(situation)
+        if situation is None or choice is None:
             return []
         decision = admission.admit(situation, choice, self._books.timeline)
         return self._reject(state, decision, choice) if isinstance(decision, Rejection) else []
@@ -222,7 +236,7 @@ class Scheduler:
         situation = self._assessor.assess(state, now)
         choice = None if situation is None else self._policy(situation)
         if situation is None or choice is None:
-            return self._reject(state, self._assessor.nobody(state.request))
+            return self._reject(state, self._assessor.nobody(state))
         return self._settle(state, situation, choice, now)
 
     def _settle(self, state: RequestState, situation: Situation, choice: Choice, now: float) -> list[Command]:
@@ -268,7 +282,7 @@ class Scheduler:
         choice = self._assessor.choose_decode(state, need, now)
         if choice is None:
             return self._interrupt(state, now, None)
-        refused = admission.admit_to_decode(request, choice, self.config, self._books.timeline.drain_s(now, 0.5))
+        refused = admission.admit_to_decode(request, choice, self.config, self._books.timeline, now)
         if refused is not None:
             workers = state.workers
             self._books.release(state, now)
@@ -296,6 +310,8 @@ class Scheduler:
     def _handle_request_finished(self, event: RequestFinished, now: float) -> list[Command]:
         state = self._requests.attempt(event.request_id, event.attempt)
         if state is None:
+            if self._continuations.finished(event):
+                self._requests.end(event.request_id, Outcome.FINISHED)
             return []
         self._learning.finished(state, event, now)
         self._books.release(state, now)
@@ -327,6 +343,7 @@ class Scheduler:
     # workers
 
     def _handle_worker_joined(self, event: WorkerJoined, now: float) -> list[Command]:
+        require_fit(event.worker, self.config)
         worker = event.worker.id
         known = self._view.epochs.get(worker)
         if known is not None and known >= event.epoch:
@@ -360,36 +377,22 @@ class Scheduler:
             self._migration.worker_lost(worker)
         return commands
 
-    def _handle_worker_draining(self, event: WorkerDraining, now: float) -> list[Command]:
-        if event.worker_id not in self._view.epochs:
-            return []
-        self._view.drain(event.worker_id)
-        return self._migration.drain(event.worker_id, now)
-
-    def _handle_load_reported(self, event: LoadReported, now: float) -> list[Command]:
-        if self._view.epochs.get(event.worker_id) != event.epoch:
-            return []
-        if event.worker_id in self._view.prefill:
-            self._view.prefill.report(event.worker_id, event.load, now)
-        if event.worker_id in self._view.decode:
-            self._view.decode.report(event.worker_id, event.load)
-        return []
-
     # time
 
     def _handle_tick(self, event: Tick, now: float) -> list[Command]:
         return self._reports.ask_again(now) + self._give_up(now) + self._dispatch(now) + self._migration.round(now)
 
     def _give_up(self, now: float) -> list[Command]:
-        """End requests whose continuation, or a worker for it, did not come in time."""
+        """End requests whose continuation, or a worker for them, did not come in time."""
         commands: list[Command] = []
         for state in self._continuations.unanswered(now):
             message = f"no continuation came within {self.config.resume_timeout_s:g} s of a lost worker"
             commands += self._abandon(state, admission.refuse(state.request, RejectReason.RETRIES_EXHAUSTED, message, 1.0))
-        for state in self._continuations.untaken(now):
-            commands += self._abandon(state, self._assessor.nobody(state.request))
+        for state in self._continuations.untaken(now) + self._line.untakeable(now):
+            commands += self._abandon(state, self._assessor.nobody(state))
         return commands
 
     def _abandon(self, state: RequestState, rejection: Rejection) -> list[Command]:
         self._continuations.forget(state.request.id)
+        self._line.remove(state.request.id)
         return self._reject(state, rejection)

@@ -8,17 +8,16 @@ does, the least reserved one is named and said not to fit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from conductor.core.decode_pool import DecodePool
 from conductor.core.types import WorkerId
-from conductor.core.worker_table import BoolArray, FloatArray
+from conductor.core.worker_table import BoolArray
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeNeed:
+class DecodeNeed(NamedTuple):
     """What a request will want of its decode worker: blocks to reserve, context tokens when it joins, and expected output."""
 
     blocks: int
@@ -26,8 +25,7 @@ class DecodeNeed:
     output_tokens: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeChoice:
+class DecodeChoice(NamedTuple):
     worker: WorkerId
     tbt_s: float
     calibrated: bool
@@ -36,32 +34,28 @@ class DecodeChoice:
     high_s: float
 
 
-def joined_step_s(pool: DecodePool, context_tokens: int) -> FloatArray:
-    """Length of one decode step on each worker once a request of `context_tokens` has joined."""
-    batch = pool.active_batch + pool.incoming_batch + (pool.foreign_batch + 1)
-    context = pool.active_context + pool.incoming_context + (pool.foreign_context + context_tokens)
-    seconds: FloatArray = (pool.base_s + pool.per_sequence_s * batch + pool.per_context_token_s * context) * pool.correction
-    return seconds
-
-
 def fitting(pool: DecodePool, need: DecodeNeed) -> BoolArray:
     """Workers that have room for the request beside everything already reserved."""
-    batch = pool.active_batch + pool.incoming_batch + pool.foreign_batch
-    room: BoolArray = (pool.reserved_blocks + need.blocks <= pool.capacity_blocks) & (batch < pool.max_batch)
+    room: BoolArray = pool.reserved_blocks + float(need.blocks) <= pool.capacity_blocks
+    room &= pool.promised_batch < pool.max_batch
     return room
 
 
 def choose_decode(pool: DecodePool, need: DecodeNeed, eligible: BoolArray, now: float) -> DecodeChoice | None:
     """The fitting worker with the shortest step after joining; None when no worker is eligible."""
-    seconds = joined_step_s(pool, need.context_tokens)
-    usable = fitting(pool, need) & eligible
-    fits = bool(usable.any())
-    if fits:
-        row = int(np.where(usable, seconds, np.inf).argmin())
-    elif eligible.any():
-        row = int(np.where(eligible, pool.reserved_blocks / pool.capacity_blocks, np.inf).argmin())
-    else:
+    if not len(pool):
         return None
+    seconds = pool.joined_step_s(need.context_tokens)
+    usable = fitting(pool, need)
+    usable &= eligible
+    row = int(seconds.argmin())
+    if not usable[row]:
+        row = int(np.where(usable, seconds, np.inf).argmin())
+    fits = bool(usable[row])
+    if not fits:
+        if not eligible.any():
+            return None
+        row = int(np.where(eligible, pool.reserved_blocks / pool.capacity_blocks, np.inf).argmin())
     return decode_choice(pool, row, float(seconds[row]), fits, now)
 
 

@@ -37,11 +37,10 @@ class Trust:
         """The kept share of what the worker claimed lately."""
         return self._share.get(worker, 1.0)
 
-    def forget(self, worker: WorkerId, pool: PrefillPool) -> None:
+    def forget(self, worker: WorkerId) -> None:
         """The worker's life is over; the next one is believed again."""
         self._share.pop(worker, None)
         self._degraded.pop(worker, None)
-        self._publish(pool)
 
     def observe(self, worker: WorkerId, claimed_tokens: int, reused_tokens: int, pool: PrefillPool) -> bool:
         """Learn from one prefill. True if the worker's claims proved wrong just now: ask it for everything that it holds."""
@@ -53,10 +52,7 @@ class Trust:
             self._degraded[worker] = None
         elif share > EXACT_ABOVE:
             self._degraded.pop(worker, None)
-        self._publish(pool)
+        believed = share if worker in self._degraded else 1.0
+        if pool.trust[pool.row[worker]] != believed:
+            pool.believe(worker, believed)
         return worker in self._degraded and kept < EXACT_ABOVE
-
-    def _publish(self, pool: PrefillPool) -> None:
-        for worker, row in pool.row.items():
-            pool.trust[row] = self.share(worker) if worker in self._degraded else 1.0
-        pool.distrusted = bool(self._degraded)

@@ -29,24 +29,55 @@ from conductor.core.types import Candidate, Holder, Request, ReusePlan, TTFTEsti
 from conductor.core.worker_table import BoolArray, FloatArray, IntArray
 
 
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """How each prefill worker would come by the prompt's KV: seconds to bring and to compute it, and what is brought.
+
+    `fetched_tokens` come from the one of `sources` that `source_code` names; without codes all come from the first.
+    """
+
+    transfer_s: FloatArray
+    prefill_s: FloatArray
+    fetched_tokens: FloatArray
+    sources: tuple[Holder, ...] = ()
+    source_code: FloatArray | None = None
+    pull_tokens: FloatArray | None = None  # what the best holder has beyond each worker; None where nobody has more
+    pull_s: FloatArray | None = None  # how long bringing that takes by itself, whether or not it is brought
+
+
 @dataclass(slots=True)
 class PrefillTerms:
     """The parts that an estimate of one request is made of. Arrays have one entry a prefill worker.
 
-    `best` has reported `best_tokens` leading tokens of the prompt, nobody more; `local_tokens` lie, or are about to, in a
-    worker's own device pool.
+    Somebody has reported `best_tokens` leading tokens of the prompt, nobody more; `local_tokens` lie, or are about to, in a
+    worker's own device pool. Only `now` and `queue_s` change while nothing but time passes. None of the arrays may be written
+    to: they are shared with the pool, with decisions and their records.
     """
 
-    pool: PrefillPool
+    view: ClusterView
     now: float
     prompt_tokens: int
     queue_s: FloatArray
     local_tokens: FloatArray
     best_tokens: float
-    best: Holder | None
-    best_bytes_per_s: float
     match: PrefixMatch
     block_tokens: int
+    cheapest: Reuse | None = None  # once somebody has asked for it
+    _best: tuple[Holder, float] | None = None
+
+    @property
+    def pool(self) -> PrefillPool:
+        return self.view.prefill
+
+    @property
+    def best(self) -> Holder | None:
+        """Of those that have reported the most, the one to fetch from."""
+        return self._source()[0] if self.best_tokens else None
+
+    def _source(self) -> tuple[Holder, float]:
+        if self._best is None:
+            self._best = _best_holder(self.match, int(self.best_tokens) // self.block_tokens, self.view)
+        return self._best
 
     def claimed_tokens(self, row: int) -> int:
         """Reusable leading tokens that the worker itself has reported to hold."""
@@ -67,23 +98,22 @@ class PrefillTerms:
         seconds *= pool.per_token2_s
         seconds += pool.per_token_s
         seconds *= new_tokens
-        new_tokens /= pool.chunk_tokens
-        np.ceil(new_tokens, out=new_tokens)
-        new_tokens *= pool.base_s
-        seconds += new_tokens
+        seconds += np.ceil(new_tokens / pool.chunk_tokens) * pool.base_s if pool.chunked else pool.base_s
         seconds *= pool.correction
         return seconds
 
     def pull_s(self, tokens: FloatArray) -> FloatArray:
         """Time to bring `tokens` from the best holder, compute aside. Zero tokens take no time."""
-        pool = self.pool
-        bandwidth: FloatArray = np.minimum(pool.nic_bytes_per_s, pool.link_bytes_per_s)
-        bandwidth /= pool.flows_in + 1.0
-        np.minimum(bandwidth, self.best_bytes_per_s, out=bandwidth)
-        seconds: FloatArray = tokens * pool.kv_bytes_per_token
-        seconds /= bandwidth
-        seconds += pool.latency_s
+        seconds = self.transfer_s(tokens)
         seconds[tokens <= 0.0] = 0.0
+        return seconds
+
+    def transfer_s(self, tokens: FloatArray) -> FloatArray:
+        """The same where there is something to bring, and anything where there is not."""
+        pool = self.pool
+        seconds: FloatArray = tokens * pool.kv_bytes_per_token
+        seconds /= np.minimum(pool.inbound_bytes_per_s(), self._source()[1] if self.best_tokens else math.inf)
+        seconds += pool.latency_s
         return seconds
 
     def handover_s(self) -> FloatArray | None:
@@ -101,10 +131,12 @@ class PrefillTerms:
         return seconds
 
 
-def overlapped_s(transfer_s: FloatArray, compute_s: FloatArray, layer_groups: FloatArray) -> FloatArray:
+def overlapped_s(transfer_s: FloatArray, compute_s: FloatArray, pool: PrefillPool) -> FloatArray:
     """What a transfer adds to a computation that it is pipelined with, layer group by layer group."""
-    total: FloatArray = (transfer_s + compute_s) / layer_groups
-    total += (1.0 - 1.0 / layer_groups) * np.maximum(transfer_s, compute_s)
+    total: FloatArray = transfer_s + compute_s
+    if pool.layered:
+        total /= pool.layer_groups
+        total += pool.overlap_share * np.maximum(transfer_s, compute_s)
     total -= compute_s
     total[transfer_s <= 0.0] = 0.0
     return total
@@ -116,23 +148,19 @@ def prefill_terms(request: Request, match: PrefixMatch, view: ClusterView, block
     What is merely expected counts where it is going to be, for work there is done in turn, and cannot be fetched by others.
     """
     pool = view.prefill
-    depths = match.depths
     most_blocks = (request.prompt_tokens - 1) // block_tokens
-    local: FloatArray = np.minimum(depths[pool.slot], most_blocks).astype(np.float64)
+    local: FloatArray = np.minimum(match.depths.take(pool.slot), float(most_blocks))
     if pool.distrusted:
         local = np.floor(local * pool.trust)
     local *= block_tokens
-    best_blocks = min(int(match.confirmed.max()), most_blocks)
-    best, bandwidth = _best_holder(match, best_blocks, view) if best_blocks else (None, math.inf)
+    best_blocks = min(int(match.confirmed.item(match.confirmed.argmax())), most_blocks)
     return PrefillTerms(
-        pool=pool,
+        view=view,
         now=now,
         prompt_tokens=request.prompt_tokens,
         queue_s=pool.queue_s(now),
         local_tokens=local,
         best_tokens=float(best_blocks * block_tokens),
-        best=best,
-        best_bytes_per_s=bandwidth,
         match=match,
         block_tokens=block_tokens,
     )
@@ -140,8 +168,9 @@ def prefill_terms(request: Request, match: PrefixMatch, view: ClusterView, block
 
 def _best_holder(match: PrefixMatch, blocks: int, view: ClusterView) -> tuple[Holder, float]:
     """Of those that have reported the most, the one whose outgoing link is the least shared; ties go to the lower slot."""
-    holders = [view.holder_of_slot[int(slot)] for slot in np.flatnonzero(match.confirmed >= blocks)]
-    speeds = [view.source_bytes_per_s(holder) / (view.flows_out(holder.owner) + 1) for holder in holders]
+    slots = (match.confirmed >= blocks).nonzero()[0].tolist()
+    holders = [view.holder_of_slot[slot] for slot in slots]
+    speeds = [view.outbound_bytes_per_s(holder) for holder in holders]
     fastest = max(speeds)
     return holders[speeds.index(fastest)], fastest
 
@@ -150,19 +179,14 @@ def _best_holder(match: PrefixMatch, blocks: int, view: ClusterView) -> tuple[Ho
 class Candidates:
     """Every prefill worker as one decision saw it, in columns.
 
-    `fetched_tokens` come from the one of `sources` that `source_code` names.
     `handover_s` is the hand-over by itself, which overlaps the prefill in `handover_groups` steps; None where the first token
     does not wait for it. `first_step_s` is the decode step that follows.
     """
 
     ids: tuple[WorkerId, ...]
     queue_s: FloatArray
-    transfer_s: FloatArray
-    prefill_s: FloatArray
     local_tokens: FloatArray
-    fetched_tokens: FloatArray
-    sources: tuple[Holder | None, ...]
-    source_code: FloatArray
+    plans: Reuse
     score: FloatArray
     calibrated: BoolArray
     low_factor: FloatArray
@@ -171,19 +195,19 @@ class Candidates:
     handover_groups: FloatArray | None = None
     first_step_s: float = 0.0
     trust: FloatArray | None = None  # how far each worker's claims were believed; None where all are
-    pull_tokens: FloatArray | None = None  # what the best holder has beyond each worker; None where nobody has more
-    pull_s: FloatArray | None = None  # how long bringing that takes by itself, whether or not it is brought
 
     def reuse(self, row: int) -> ReusePlan:
-        fetched = int(self.fetched_tokens[row])
-        source = self.sources[int(self.source_code[row])] if fetched else None
+        plans, source = self.plans, None
+        fetched = int(plans.fetched_tokens[row])
+        if fetched:
+            source = plans.sources[0 if plans.source_code is None else int(plans.source_code[row])]
         return ReusePlan(int(self.local_tokens[row]), fetched, source)
 
     def estimate(self, row: int, waited_s: float = 0.0) -> TTFTEstimate:
         """The row's estimate counted from the request's arrival, `waited_s` ago."""
-        queue, prefill = float(self.queue_s[row]), float(self.prefill_s[row])
+        queue, prefill = float(self.queue_s[row]), float(self.plans.prefill_s[row])
         handover = self._after_prefill_s(row, prefill)
-        transfer = float(self.transfer_s[row]) + handover
+        transfer = float(self.plans.transfer_s[row]) + handover
         ahead = queue + transfer + prefill
         return TTFTEstimate(
             queue_s=waited_s + queue,

@@ -3,6 +3,7 @@
 An application of its own on an address and port of its own, with a key of its own: nothing here can be reached through the
 public port, whatever path a client makes up, and no tenant's key opens it.
 
+    GET  /dashboard       the page; it has no secrets, and asks for the operator's key to show anything
     GET  /admin/tenants   limits and use of every tenant
     POST /admin/reload    read the keys file now; 400 with the reason when it cannot be used
     POST /admin/drain     finish what is in flight, refuse the rest, then end
@@ -23,6 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from conductor.gateway.access import bearer_key, unauthorized
 from conductor.gateway.account import Account
 from conductor.gateway.answers import error_response, on_route_error
+from conductor.gateway.dashboard import PAGE_PATH, dashboard_routes
 from conductor.gateway.errors import ApiError
 from conductor.gateway.keys import KeysError, matches
 from conductor.gateway.responses import send_error
@@ -51,6 +53,7 @@ def admin_app(service: Service, key_hash: str, drain: Callable[[], None]) -> ASG
         Route("/admin/tenants", tenants, methods=["GET"]),
         Route("/admin/reload", reload, methods=["POST"]),
         Route("/admin/drain", start_drain, methods=["POST"]),
+        *dashboard_routes(service),
     ]
     handlers: dict[Any, Any] = {ApiError: error_response, HTTPException: on_route_error}
     app = Starlette(routes=routes, exception_handlers=handlers)
@@ -59,7 +62,8 @@ def admin_app(service: Service, key_hash: str, drain: Callable[[], None]) -> ASG
 
 
 class OperatorsOnly:
-    """ASGI application that lets in who has the operator's key, whatever is asked for."""
+    """ASGI application that lets in who has the operator's key, whatever is asked for but the dashboard's empty page: a browser
+    cannot send a key before there is a page that asks for it."""
 
     def __init__(self, app: ASGIApp, key_hash: str) -> None:
         self._app = app
@@ -67,7 +71,7 @@ class OperatorsOnly:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            if not matches(bearer_key(scope["headers"]), self._key_hash):
+            if scope["path"] != PAGE_PATH and not matches(bearer_key(scope["headers"]), self._key_hash):
                 raise unauthorized("this is not the operator's key", "invalid_admin_key")
         except ApiError as problem:
             await send_error(send, problem)

@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from conductor.engine_client import EngineClient
 from conductor.gateway.answers import error_response, on_route_error
+from conductor.gateway.dashboard import dashboard_routes
 from conductor.gateway.edge import Edge
 from conductor.gateway.errors import ApiError
 from conductor.gateway.generate import KINDS, GenerateEndpoint
@@ -53,6 +54,8 @@ def create_app(
     app.include_router(api_router(service))
     app.include_router(operations_router(service))
     app.include_router(tokens_router(service))
+    if service.settings.keys_file is None:  # where keys are asked for, it is the operator's, on the admin port
+        app.router.routes.extend(dashboard_routes(service))
     app.add_exception_handler(ApiError, error_response)
     app.add_exception_handler(HTTPException, on_route_error)
     return app

@@ -40,6 +40,8 @@ ENDPOINTS = frozenset(
         "/ready",
         "/metrics",
         "/openapi.json",
+        "/dashboard",
+        "/dashboard/events",
     }
 )
 

@@ -60,7 +60,7 @@ def api_router(service: Service) -> APIRouter:
         """Every candidate with its terms, the choice, and what happened."""
         record = await service.decision(decision_id)
         tenant = request.scope[ACCOUNT].tenant.name
-        if record is None or record.get("tenant", tenant) != tenant:
+        if record is None or record.get("tenant") != tenant:
             raise ApiError(
                 404, "no such decision; allowed: the id of a recent request", "decision_not_found", param="decision_id"
             )

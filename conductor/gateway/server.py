@@ -137,6 +137,10 @@ class Server(uvicorn.Server):
             self._drain_until_s = monotonic() + self.service.settings.drain_timeout_s
             logger.info("draining: %d generations in flight", self.service.in_flight)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.service.ended.set()
+        await super().shutdown(sockets)
+
     async def on_tick(self, counter: int) -> bool:
         if self._drain_until_s is not None and (self.service.in_flight == 0 or monotonic() >= self._drain_until_s):
             self.should_exit = True

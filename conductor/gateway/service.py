@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ class Service:
         self.metrics.waiting_for_turn = self.room.__len__
         self.tracing = tracing or Tracing(None)
         self.draining = False
+        self.ended = asyncio.Event()  # set when the server closes: streams that would go on for ever end
         self.in_flight = 0
 
     def drain(self) -> None:
@@ -92,6 +94,14 @@ class Service:
             logger.exception("the cluster did not tell about decision %s", request_id)
             message = "the cluster behind the gateway does not answer"
             raise unavailable(message, "engine_unavailable", self.settings.unavailable_retry_after_s) from problem
+
+    async def overview(self) -> Mapping[str, Any] | None:
+        """None when the cluster does not answer."""
+        try:
+            return await self.engine.overview()
+        except Exception as problem:
+            logger.warning("the cluster did not tell what it sees: %s", type(problem).__name__)
+            return None
 
     async def status(self) -> ClusterStatus | None:
         """None when the cluster does not answer."""

@@ -32,6 +32,7 @@ class GatewaySettings(BaseModel):
     admin_host: str = "127.0.0.1"
     admin_port: int | None = Field(default=None, ge=0, le=65535)
     admin_key: Annotated[str, StringConstraints(pattern=KEY_HASH_PATTERN)] | None = None
+    dashboard_period_s: float = Field(default=1.0, ge=0.05, description="how often the dashboard is brought up to date")
     log_format: LogFormat = "text"
     log_level: LogLevel = Field(default="warning", description="info adds a line for each answer")
     default_ttft_slo_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)

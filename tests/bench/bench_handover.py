@@ -95,7 +95,7 @@ class Cache:
                 pulls = [threads.submit(self._pull, source, meter, blocks, layers) for _ in range(together)]
                 seconds = [pull.result() for pull in pulls]
             if speed is not None and number >= WARM_TRANSFERS:
-                foreseen_s = speed.transfer_s(together * len(blocks) * len(layers) * KV.layer_block_bytes)
+                foreseen_s = speed.transfer_s(len(blocks) * len(layers) * KV.layer_block_bytes, together - 1)
                 errors += [abs(foreseen_s / actual_s - 1) for actual_s in seconds]
         return errors
 
@@ -173,8 +173,8 @@ class Pair:
 
 @contextmanager
 def local_ray() -> Iterator[Any]:
-    from conductor.cluster import actor_environment, connect
     from conductor.config import ClusterSection
+    from conductor.ray_connection import actor_environment, connect
 
     connect(ClusterSection(object_store_mib=1024), 2, actor_environment(1))
     import ray

@@ -62,5 +62,8 @@ class NullEngine:
     async def decision(self, request_id: str) -> Mapping[str, Any] | None:
         return None
 
+    async def overview(self) -> Mapping[str, Any]:
+        return {}
+
     async def status(self) -> ClusterStatus:
         return ClusterStatus(True, "", "null")

@@ -52,6 +52,9 @@ class ScriptedScheduler:
     def worker_belief(self) -> Mapping[str, Mapping[str, Any]]:
         return {}
 
+    def overview(self, now: float) -> Mapping[str, Any]:
+        return {"at_s": now}
+
     def seen(self, kind: type) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
 

@@ -119,3 +119,23 @@ def test_a_policy_that_does_not_exist_is_told_with_its_source() -> None:
 def test_a_policy_may_be_a_function_of_ones_own() -> None:
     loaded = load(flags={"scheduler.policy": "conductor.core.policies.baselines:place_random"})
     assert loaded.config.scheduler.policy == "conductor.core.policies.baselines:place_random"
+
+
+def test_attaching_needs_an_address() -> None:
+    with pytest.raises(ConfigError, match="attach is set and address is not"):
+        load(None, {}, {"cluster.attach": True})
+
+
+@pytest.mark.parametrize("key", ["workers.prefill_labels", "workers.decode_resources", "cluster.conductor_labels"])
+@pytest.mark.parametrize("value", [["zone"], ["a b=c"], ["=1"], "zone=a"])
+def test_a_demand_on_a_node_is_a_list_of_pairs(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+        load(None, {}, {key: value})
+
+
+def test_a_ray_job_joins_its_own_cluster() -> None:
+    """Ray puts the address into the environment of every job; what is configured for Conductor alone goes before it."""
+    loaded = load(None, {"RAY_ADDRESS": "10.0.0.1:6379"})
+    assert (loaded.config.cluster.address, loaded.sources["cluster.address"]) == ("10.0.0.1:6379", "environment RAY_ADDRESS")
+    own = {"RAY_ADDRESS": "10.0.0.1:6379", "CONDUCTOR__CLUSTER__ADDRESS": "auto"}
+    assert load(None, own).config.cluster.address == "auto"

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from conductor.cluster import ConductorActor
 from conductor.core import commands as cmd
 from conductor.core import events as ev
+from conductor.core.config import SchedulerConfig
 from conductor.core.types import FinishReason, Holder, Role, Stamp, Tier, TransferReason, WorkerLoad
 from conductor.flight_log import FlightLogWriter
 from conductor.notices import RejectionNotice, ResumeNotice, WorkerNotice
@@ -407,3 +409,11 @@ async def test_a_full_disk_ends_the_flight_log_and_not_the_service(tmp_path: Any
     assert (await stage.runtime.status()).counters["flight_log_errors"] == 1
     await stage.runtime.stop()
     log.close()
+
+
+async def test_a_worker_with_blocks_of_another_size_is_refused_at_the_door() -> None:
+    """The actor's scheduler never hears of it, and whoever introduces it is told what is wrong."""
+    actor = ConductorActor(SchedulerConfig(block_tokens=64), logs=None)
+    with pytest.raises(ValueError, match=r"profile\.block_tokens of worker .p0. is 4; it must be 64"):
+        await actor.join(spec("p0"), FakeWorker())
+    assert (await actor.status()).workers == {}

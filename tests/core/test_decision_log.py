@@ -40,6 +40,14 @@ def test_a_record_tells_what_really_happened(scheduler: Drive) -> None:
     assert actual["finished_s"] == pytest.approx(0.3)
 
 
+def test_a_record_tells_whose_request_it_was(scheduler: Drive) -> None:
+    """Who asks for a decision is told nothing about anybody else's."""
+    scheduler.place(request(tenant="team-a"))
+    record = scheduler.scheduler.decision_record("r1")
+    assert record is not None
+    assert record["tenant"] == "team-a"
+
+
 def test_a_refusal_is_recorded_with_its_numbers() -> None:
     """Nobody takes the request: the record says which reason was given."""
     driven = drive(joins=cluster(prefill=0))

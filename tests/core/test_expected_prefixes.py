@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -21,6 +23,10 @@ CHAINS = [
 
 slots = st.integers(0, 3)
 chains = st.builds(lambda chain, count: chain[:count], st.sampled_from(CHAINS), st.integers(1, 12))
+
+
+def deepest(tree: ExpectedPrefixes, prompt: Sequence[int]) -> dict[int, int]:
+    return {slot: depth for slots, depth in tree.depths(prompt) for slot in slots}
 
 
 class ExpectationsMachine(RuleBasedStateMachine):
@@ -68,7 +74,7 @@ class ExpectationsMachine(RuleBasedStateMachine):
         self.tree.check()
         assert bool(self.tree) == any(self.model.values())
         for prompt in [*CHAINS, TRUNK[:6], (*TRUNK, 999), (999,)]:
-            found = dict(self.tree.depths(prompt))
+            found = deepest(self.tree, prompt)
             assert found == {slot: depth for slot, depth in self._depths(prompt) if depth}
         for slot, entries in self.model.items():
             assert sorted(self.tree.ends(slot) or ()) == sorted(chain[-1] for chain in entries)
@@ -109,7 +115,7 @@ def test_a_shared_end_of_another_slot_stays() -> None:
     tree.add(0, TRUNK, 1.0)
     tree.add(1, TRUNK, 1.0)
     tree.discard(0, TRUNK[-1])
-    assert dict(tree.depths(TRUNK)) == {1: len(TRUNK)}
+    assert deepest(tree, TRUNK) == {1: len(TRUNK)}
 
 
 def test_check_notices_damage() -> None:
@@ -129,6 +135,6 @@ def test_twice_expected_is_given_up_twice() -> None:
     tree.discard(0, TRUNK[-1])
     tree.discard(0, 12345)
     tree.expire(4.0)
-    assert dict(tree.depths(TRUNK)) == {0: len(TRUNK)}
+    assert deepest(tree, TRUNK) == {0: len(TRUNK)}
     tree.expire(6.0)
     assert not tree

@@ -12,7 +12,7 @@ from conductor.core.prefix_index import PrefixIndex
 from conductor.core.types import Role
 from tests.core.builders import worker
 
-MEASURED = LinkMeasured("p1", 1, "p0", "object_store", "Ray object store", 5e8, 0.004)
+MEASURED = LinkMeasured("p1", 1, "p0", "object_store", "Ray object store", 5e8, 8e8, 0.004)
 
 
 @pytest.fixture
@@ -23,16 +23,16 @@ def view() -> ClusterView:
     return view
 
 
-def link(view: ClusterView, worker_id: str) -> tuple[float, float]:
-    row = view.prefill.row[worker_id]
-    return float(view.prefill.link_bytes_per_s[row]), float(view.prefill.latency_s[row])
+def link(view: ClusterView, worker_id: str) -> tuple[float, float, float]:
+    pool, row = view.prefill, view.prefill.row[worker_id]
+    return float(pool.link_bytes_per_s[row]), float(pool.nic_bytes_per_s[row]), float(pool.latency_s[row])
 
 
 def test_a_measurement_replaces_the_profile(view: ClusterView) -> None:
     """For the worker that fetched, and for no other."""
     before = link(view, "p2")
     view.link_measured(MEASURED, 0.0)
-    assert link(view, "p1") == (5e8, 0.004)
+    assert link(view, "p1") == (5e8, 8e8, 0.004)
     assert link(view, "p2") == before
     assert view.links.describe("p1")["p0"]["protocol"] == "Ray object store"
 
@@ -46,7 +46,7 @@ def test_a_worker_is_believed_its_median_link(view: ClusterView) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"worker_id": "nobody"}, {"epoch": 2}, {"bytes_per_s": 0.0}, {"latency_s": -1.0}],
+    [{"worker_id": "nobody"}, {"epoch": 2}, {"bytes_per_s": 0.0}, {"shared_bytes_per_s": 0.0}, {"latency_s": -1.0}],
     ids=lambda wrong: next(iter(wrong)),
 )
 def test_what_cannot_be_changes_nothing(view: ClusterView, wrong: dict[str, object]) -> None:

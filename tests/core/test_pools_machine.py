@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -23,7 +24,9 @@ TIERS = {
     "d": (Tier.DEVICE, Tier.DISK),
 }
 SPECS = {
-    name: WorkerSpec(name, role, NODES[name], PROFILE, {tier: 100 for tier in TIERS[name]}, max_batch=4)
+    name: WorkerSpec(
+        name, role, NODES[name], PROFILE, {tier: 100 for tier in TIERS[name]}, max_batch=4, nic_bytes_per_s=3e10, model=name
+    )
     for name, role in ROLES.items()
 }
 names = st.sampled_from(sorted(ROLES))
@@ -193,6 +196,22 @@ class ViewMachine(RuleBasedStateMachine):
             assert pool.incoming_context[row] == sum(context for _, context, active in held.values() if not active)
             assert (pool.foreign_batch[row], pool.foreign_context[row]) == self.workers[name].foreign
             assert set(pool.reservations(name)) == set(held)
+        batches = [len(self.workers[name].reserved) + self.workers[name].foreign[0] for name in pool.ids]
+        contexts = [
+            sum(context for _, context, _ in self.workers[name].reserved.values()) + self.workers[name].foreign[1]
+            for name in pool.ids
+        ]
+        for joining in (100, 200):
+            steps_s = [
+                PROFILE.decode_step_s(batch + 1, context + joining) for batch, context in zip(batches, contexts, strict=True)
+            ]
+            assert pool.joined_step_s(joining).tolist() == pytest.approx(steps_s)
+
+    @invariant()
+    def models_are_served_by_those_who_say_so(self) -> None:
+        for pool in (self.view.prefill, self.view.decode):
+            for model in ROLES:
+                assert pool.serving(model).tolist() == [name == model for name in pool.ids]
 
     @invariant()
     def links_count_the_transfers_on_them(self) -> None:
@@ -200,6 +219,8 @@ class ViewMachine(RuleBasedStateMachine):
             for row, name in enumerate(pool.ids):
                 assert pool.flows_in[row] == sum(target == name for _, target in self.flows)
                 assert pool.flows_out[row] == sum(source == name for source, _ in self.flows)
+        inbound = {name: min(3e10 / (1 + sum(t == name for _, t in self.flows)), 1e10) for name in self.view.prefill.ids}
+        assert self.view.prefill.inbound_bytes_per_s().tolist() == list(inbound.values())
         for owner in ("a", "n1", SHARED_STORE):
             assert self.view.flows_out(owner) == sum(source == owner for source, _ in self.flows)
 

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from conductor.core.commands import ResumeRequest
 from conductor.core.config import MigrationConfig, SchedulerConfig
 from conductor.core.decode_pool import DecodePool
 from conductor.core.decode_timeline import DecodeTimeline
-from conductor.core.events import LoadReported, RequestCancelled, RequestFinished, WorkerJoined, WorkerLost
+from conductor.core.events import LoadReported, RequestCancelled, RequestFinished, RequestResumed, WorkerJoined, WorkerLost
 from conductor.core.scheduler import Scheduler
 from conductor.core.types import FinishReason, InvariantError, Role, WorkerLoad
-from tests.core.builders import drive, request, worker
+from tests.core.builders import drive, placements, request, worker
 from tests.core.test_migration import BUDGET, copies, hot, round_of
 
 AT_ONCE = SchedulerConfig(policy="conductor", late_binding=False)
@@ -113,3 +114,31 @@ def test_more_tracked_prefixes_than_allowed_are_noticed() -> None:
     scheduler._migration._config = replace(BUDGET, tracked_prefixes=0)
     with pytest.raises(InvariantError, match="prefixes tracked, 0 allowed"):
         scheduler.check()
+
+
+def test_a_finish_heard_after_the_loss_of_its_worker_ends_the_request() -> None:
+    """All output had been sent before the worker died: nobody is going to ask for a continuation."""
+    driven = drive()
+    placed = driven.place(request())
+    driven.prefilled(placed, 0.1, reused=0)
+    (resume,) = [one for one in driven(WorkerLost(placed.decode or "", 1), at=1.0) if isinstance(one, ResumeRequest)]
+    assert driven(RequestFinished("r1", resume.attempt, 5, FinishReason.STOP), at=1.1) == []
+    assert driven.scheduler.next_deadline() is None
+    assert driven.scheduler.overview(2.0)["outcomes"] == {"stop": 1}
+
+
+def test_a_continuation_that_comes_after_that_is_placed_all_the_same() -> None:
+    """The front end had missed some of the output, and had asked before it could know."""
+    driven = drive()
+    placed = driven.place(request())
+    driven(WorkerLost(placed.prefill, 1), RequestFinished("r1", 1, 5, FinishReason.STOP), at=1.0)
+    (again,) = placements(driven.settle(RequestResumed(request(attempt=2, emitted_tokens=3)), at=1.1))
+    assert again.attempt == 2
+
+
+def test_a_cancelled_remainder_of_a_lost_attempt_ends_nothing() -> None:
+    """What is cancelled on the other worker is the attempt, not the request."""
+    driven = drive()
+    placed = driven.place(request())
+    driven(WorkerLost(placed.prefill, 1), RequestFinished("r1", 1, 5, FinishReason.CANCELLED), at=1.0)
+    assert driven.scheduler.next_deadline() is not None

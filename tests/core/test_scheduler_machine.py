@@ -1,6 +1,7 @@
 """The whole scheduler under any interleaving of events, held against brute-force models of caches and requests.
 
-After every event `check()` runs, and a second scheduler that sees time made monotonic has to answer the same (I6, I7).
+After every event `check()` runs, and a second scheduler that sees time made monotonic, and keeps nothing of what it found out
+before the event, has to answer the same (I6, I7).
 """
 
 from __future__ import annotations
@@ -131,10 +132,17 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # how events reach the scheduler
 
+    @staticmethod
+    def forget_what_is_kept(scheduler: Scheduler) -> None:
+        scheduler._assessor._kept = None
+        scheduler._view.prefill._forget_rows()
+        scheduler._view.decode._joined_step_s = None
+
     def tell(self, event: Event, backwards_s: float = 0.0) -> list[Command]:
         """Hand an event over, with a clock that may have gone back; the twin's never does."""
         commands = self.scheduler.handle(event, self.now - backwards_s)
         self.scheduler.check()
+        self.forget_what_is_kept(self.twin)
         assert self.twin.handle(event, self.now) == commands, "I6, I7: equal events in monotonic time, equal commands"
         for command in commands:
             self.ledger.obey(command, self.joined, self.joined.keys() - self.draining)

@@ -54,12 +54,13 @@ class ScriptedEngine:
     cancelled: list[str] = field(default_factory=list)
     ready: ClusterStatus | Exception = field(default_factory=healthy)
     channel: str = "test-channel"
+    picture: Mapping[str, Any] | Exception = field(default_factory=dict)
     refuse_from: int | None = None  # requests from this one on, counted from 0, are refused
 
     def reset(self) -> None:
         """As new."""
         self.script, self.jobs, self.cancelled, self.refuse_from = Script(), [], [], None
-        self.ready = healthy()
+        self.ready, self.picture = healthy(), {}
 
     async def submit(self, job: GenerationJob) -> Decision:
         self.jobs.append(job)
@@ -120,8 +121,14 @@ class ScriptedEngine:
         self.cancelled.append(request_id)
 
     async def decision(self, request_id: str) -> Mapping[str, Any] | None:
-        known = any(job.request.id == request_id for job in self.jobs)
-        return {"request_id": request_id, "candidates": [{"worker": "p0", "queue_s": 0.1}]} if known else None
+        tenant = next((job.request.tenant for job in self.jobs if job.request.id == request_id), None)
+        known = {"request_id": request_id, "tenant": tenant, "candidates": [{"worker": "p0", "queue_s": 0.1}]}
+        return None if tenant is None else known
+
+    async def overview(self) -> Mapping[str, Any]:
+        if isinstance(self.picture, Exception):
+            raise self.picture
+        return self.picture
 
     async def status(self) -> ClusterStatus:
         if isinstance(self.ready, Exception):

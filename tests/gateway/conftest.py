@@ -59,12 +59,12 @@ StartGateway = Callable[..., Live]
 
 
 @contextmanager
-def running_gateway(tracing: Tracing | None = None, **settings: Any) -> Iterator[Live]:
+def running_gateway(tracing: Tracing | None = None, *, port: int = 0, **settings: Any) -> Iterator[Live]:
     """A gateway in a thread of its own."""
     engine = ScriptedEngine()
-    checked = GatewaySettings(port=0, **settings)
+    checked = GatewaySettings(**settings)
     app = create_app(engine, served_model(), checked, tracing)
-    listener, admin = bind("127.0.0.1", 0), bind_admin(checked)
+    listener, admin = bind("127.0.0.1", port), bind_admin(checked)
     port, admin_port = listener.getsockname()[1], admin and admin.getsockname()[1]
     server = make_server(app, admin=admin)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))

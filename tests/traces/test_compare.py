@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from conductor.core.placement import Choice, Situation
+from conductor.core.policies import policy_named
 from tests.traces.sim_builders import options
 from traces.compare import Cell, Summary, TraceSource, cells_of, compare, run_serially, simulate_cell
 
-POLICIES = ("round_robin", "random")
+POLICIES = {name: policy_named(name) for name in ("round_robin", "random")}
 
 
 @pytest.fixture
@@ -59,6 +61,21 @@ def test_figures_of_another_trace_are_not_kept(cells: list[Cell], tmp_path: Path
     path.write_text(path.read_text().splitlines()[0] + "\n")
     second = compare(cells[:1], tmp_path / "out", run_serially, ignore)
     assert (first[0]["requests"], second[0]["requests"]) == (8, 1)
+
+
+def test_changed_code_of_a_policy_is_computed_anew(cells: list[Cell]) -> None:
+    """A cell's fingerprint covers its policy's own source; its file name holds no character that a path could not."""
+
+    def first(situation: Situation) -> Choice | None:
+        return policy_named("round_robin")(situation)
+
+    def second(situation: Situation) -> Choice | None:
+        return policy_named("random")(situation)
+
+    base = cells[0].options
+    old, new = (cells_of(cells[0].source, base, {"mine:place": place}, (1.0,), (0,))[0] for place in (first, second))
+    assert old.name == new.name == "mine_place-speed1-seed0"
+    assert old.fingerprint("") != new.fingerprint("")
 
 
 def test_order_of_computing_does_not_matter(cells: list[Cell], tmp_path: Path) -> None:

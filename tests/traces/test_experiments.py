@@ -10,6 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from conductor.flight_log import recording
+from conductor.policies_loader import load_policy
 from tests.traces.sim_builders import row
 from traces import commands, sim_commands
 from traces.experiments import EXPERIMENTS
@@ -21,7 +22,7 @@ from traces.simulator import simulate
 TRACE = [row(number * 0.2, 3000, output=3, first_block=1000 * (number % 5)) for number in range(20)]
 APP = typer.Typer()
 commands.register(APP)
-sim_commands.register(APP, recording, Path("no-profiles"))
+sim_commands.register(APP, recording, Path("no-profiles"), load_policy)
 
 
 @pytest.mark.parametrize("name", sorted(EXPERIMENTS))

@@ -9,12 +9,13 @@ import typer
 from typer.testing import CliRunner
 
 from conductor.flight_log import recording
+from conductor.policies_loader import load_policy
 from tests.traces.builders import mooncake_line, write_lines
 from traces import commands, sim_commands
 
 APP = typer.Typer()
 commands.register(APP)
-sim_commands.register(APP, recording, Path("no-profiles"))
+sim_commands.register(APP, recording, Path("no-profiles"), load_policy)
 
 
 @pytest.fixture
@@ -69,3 +70,30 @@ def test_bad_flags_are_one_line_and_exit_code_2(trace: Path, words: tuple[str, .
     result = CliRunner().invoke(APP, ["simulate", str(trace), *words])
     assert result.exit_code == 2
     assert message in result.stderr.replace("\n", " ")
+
+
+CUSTOM = """
+from conductor.core.policies import policy_named
+
+def least(situation):
+    return policy_named("least_loaded")(situation)
+"""
+
+
+def test_policy_of_ones_own_runs_by_its_path(trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`module:function` names a placement policy for `simulate` and `compare` as it does for `serve`."""
+    (tmp_path / "own_policy.py").write_text(CUSTOM)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = simulated(trace, "--policy", "own_policy:least")
+    assert (found["settings"]["policy"], found["completed"]) == ("own_policy:least", 40)
+    words = ["compare", str(trace), "--policies", "own_policy:least", "--out", str(tmp_path / "out"), "--json", "-"]
+    result = CliRunner().invoke(APP, words)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["cells"]["own_policy_least-speed1-seed0"]["completed"] == 40
+
+
+@pytest.mark.parametrize("command", [["simulate", "--policy"], ["compare", "--policies"]])
+def test_unknown_policy_is_one_line_and_exit_code_2(trace: Path, command: list[str]) -> None:
+    result = CliRunner().invoke(APP, [command[0], str(trace), command[1], "best"])
+    assert result.exit_code == 2
+    assert "policy is 'best'; allowed: conductor" in result.stderr.replace("\n", " ")

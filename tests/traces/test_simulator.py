@@ -51,6 +51,20 @@ def test_prompts_are_packed_into_one_step() -> None:
     assert finished["0000001"] > 2 * STEP_8192_S
 
 
+def test_prompts_of_one_step_report_what_each_takes_alone() -> None:
+    """A prompt that was packed teaches the cost model what a lone one does, not its share of a full step."""
+
+    def compute_s(prompts: int) -> list[float]:
+        trace = [row(0.0, 2048 + 1024 * (number % 2), first_block=100 * number) for number in range(prompts)]
+        _, calls = run(trace, options(prefill_workers=1))
+        return [event.compute_s for _, event, _ in calls if isinstance(event, PrefillFinished)]
+
+    alone_s = compute_s(1)[0]
+    packed_s = compute_s(3)
+    assert len(packed_s) == 3
+    assert packed_s[::2] == pytest.approx([alone_s, alone_s], rel=0.1)
+
+
 def test_whole_blocks_are_reused_but_never_the_last_token() -> None:
     """A repeated prompt of exactly three blocks reuses two; of 1,600 tokens three."""
     chosen = options(prefill_workers=1)

@@ -237,14 +237,36 @@ def test_a_link_that_changes_is_followed() -> None:
     assert link.error(50_000_000) < 0.2
 
 
-def test_transfers_that_overlap_do_not_make_a_link_look_slow() -> None:
-    """Two at once take twice as long each, and say the same of the link as one."""
+@pytest.mark.parametrize("sharing", [0.0, 0.5, 1.0])
+def test_how_far_overlapping_transfers_slow_each_other_down_is_learned(sharing: float) -> None:
+    """The idle link keeps its speed, and two at once are foreseen to take what they take."""
     link = Link(0.0, 1e9)
-    for _ in range(10):
-        with link.meter.transfer() as moved:
-            moved.was("peer", "t", 10_000_000)
-            link.move(10_000_000, share=2)
-    assert link.error(10_000_000) < 0.15
+    link.meter = LinkMeter(link.clock)
+    for number in range(40):
+        nbytes = int(link.draw.uniform(1e6, 1e8))
+        together = 1 + number % 2
+        seconds = link.true.transfer_s(nbytes) * (1.0 + sharing * (together - 1)) * link.draw.uniform(0.95, 1.05)
+        link.meter.add("peer", "t", nbytes, seconds, float(together))
+    speed = link.meter.speed("peer", "t")
+    assert speed is not None
+    assert speed.bytes_per_s == pytest.approx(1e9, rel=0.1)
+    assert speed.transfer_s(10**7, others=1) == pytest.approx(0.01 * (1 + sharing), rel=0.15)
+
+
+def test_the_meter_sees_what_overlaps() -> None:
+    """Two that run at once all the time count as two each."""
+    clock = Clock()
+    meter = LinkMeter(clock)
+    for _ in range(4):
+        with meter.transfer() as outer:
+            outer.was("peer", "t", 1000)
+            with meter.transfer() as inner:
+                inner.was("peer", "t", 1000)
+                clock.now += 2.0
+    speed = meter.speed("peer", "t")
+    assert speed is not None
+    assert speed.transfer_s(1000) == pytest.approx(1.0)
+    assert speed.transfer_s(1000, others=1) == pytest.approx(2.0)
 
 
 def test_a_failed_transfer_is_no_evidence() -> None:

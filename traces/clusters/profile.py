@@ -11,7 +11,6 @@ from typing import Annotated, Literal, TypeAlias
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from conductor.core.types import Role
 from traces.service_time import (
     DecodeTime,
     FlopsPrefill,
@@ -164,9 +163,9 @@ class ClusterProfile(_Values):
     handover: Handover
     first_token: FirstTokenFrom
 
-    def pool_blocks(self, role: Role) -> int:
+    def pool_blocks(self, *, prefill_only: bool) -> int:
         """Device pool of a worker."""
-        return self.prefill_blocks if self.prefill_blocks is not None and role is Role.PREFILL else self.device_blocks
+        return self.prefill_blocks if self.prefill_blocks is not None and prefill_only else self.device_blocks
 
     @property
     def capacity_tokens(self) -> int:

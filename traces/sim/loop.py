@@ -8,6 +8,7 @@ last. Equal priorities keep the order in which they were planned, which makes a 
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
@@ -25,10 +26,11 @@ class At(IntEnum):
 
 
 class EventLoop:
-    """Runs planned actions in order. `after_each` is called after every action, at the same virtual time."""
+    """Runs planned actions in order. What they leave in `inbox` is handled after each action, at the same virtual time."""
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.inbox: deque[Any] = deque()
         self._heap: list[tuple[float, int, int, Callable[..., object], tuple[Any, ...]]] = []
         self._sequence = 0
 
@@ -44,11 +46,11 @@ class EventLoop:
         """Whether anything is planned."""
         return bool(self._heap)
 
-    def run(self, after_each: Callable[[], None]) -> None:
-        """Run until nothing is planned."""
-        heap = self._heap
-        pop = heapq.heappop
+    def run(self, empty_inbox: Callable[[], None]) -> None:
+        """Run until nothing is planned. `empty_inbox` is called whenever an action has left something there."""
+        heap, inbox, pop = self._heap, self.inbox, heapq.heappop
         while heap:
             self.now, _, _, action, args = pop(heap)
             action(*args)
-            after_each()
+            if inbox:
+                empty_inbox()

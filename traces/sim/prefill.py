@@ -62,9 +62,13 @@ class StepLog:
 
 
 class EngineLimits(NamedTuple):
-    """Bounds of an engine. Without `chunked` a prompt is computed in one step however long it is; `hold_output` sets room
-    aside for a request's output too, as an engine that also decodes must."""
+    """What an engine announced of its speed, and its bounds.
 
+    Without `chunked` a prompt is computed in one step however long it is; `hold_output` sets room aside for a request's output
+    too, as an engine that also decodes must.
+    """
+
+    profile: CostProfile
     step_tokens: int
     block_tokens: int
     max_batch: int
@@ -120,6 +124,8 @@ class PrefillEngine:
 
     def release(self, job: Job) -> None:
         """The job's KV has left: its blocks may be evicted."""
+        if not (job.pinned or job.private_blocks or job.reserved_blocks):
+            return
         self.cache.unpin(job.request.block_hashes[: job.pinned])
         self.cache.release_anonymous(job.private_blocks)
         self._reserved_blocks -= job.reserved_blocks
@@ -143,11 +149,11 @@ class PrefillEngine:
         self.steps.add(self._loop.now, math.inf)
         return [*self._running, *self._waiting]
 
-    def load(self, profile: CostProfile) -> WorkerLoad:
+    def load(self) -> WorkerLoad:
         """As a live worker reports it: queued work by what its placement said, running work by the worker's own profile."""
         queued = sum(job.prompt_tokens - job.placement.reuse.reused_tokens for job in self._waiting)
         running = self._running[0] if self._running else None
-        left_s = 0.0 if running is None else profile.prefill_s(running.prompt_tokens, running.done_tokens)
+        left_s = 0.0 if running is None else self._limits.profile.prefill_s(running.prompt_tokens, running.done_tokens)
         return WorkerLoad(len(self._waiting), queued, left_s, free_blocks=self.cache.free_blocks)
 
     def remaining(self) -> Iterator[tuple[int, int]]:
@@ -257,21 +263,31 @@ class PrefillEngine:
         if self._dead:
             return
         self._stepping = False
-        tokens_total = sum(part.tokens for part in step)
         for job in [job for job in self._running if job.cancelled]:
             self._running.remove(job)
             self.release(job)
+        self._share_out(step, duration_s)
         for job, tokens, added in step:
             before = job.done_tokens // self._limits.block_tokens
             job.done_tokens += tokens
             job.record.computed_tokens += tokens
-            job.compute_s += duration_s * tokens / tokens_total
             if added:
                 self._report_stored(job, added, before)
             if not job.cancelled and job.done_tokens == job.prompt_tokens:
                 self._running.remove(job)
                 self._complete(job)
         self._wake()
+
+    def _share_out(self, step: list[Slice], duration_s: float) -> None:
+        """What each prompt would have taken alone: as the profile says, by as much as it is wrong of the whole step."""
+        if len(step) == 1:
+            step[0].job.compute_s += duration_s
+            return
+        profile = self._limits.profile
+        alone_s = [profile.prefill_s(job.done_tokens + tokens, job.done_tokens) for job, tokens, _ in step]
+        together_s = sum(alone_s) - (len(step) - 1) * profile.prefill_base_s
+        for part, part_s in zip(step, alone_s, strict=True):
+            part.job.compute_s += part_s * duration_s / together_s
 
     def _report_stored(self, job: Job, added: list[int], before: int) -> None:
         first = job.request.block_hashes.index(added[0], before)

@@ -89,7 +89,7 @@ class SimWorker:
 
     def report_load(self) -> None:
         """Tell the load of the engines; what runs counts as long as the worker's own profile says."""
-        own = WorkerLoad() if self.prefill is None else self.prefill.load(self.spec.profile)
+        own = WorkerLoad() if self.prefill is None else self.prefill.load()
         if self.decode is not None:
             own = replace(own, decode_batch=self.decode.batch, decode_context_tokens=self.decode.context_tokens)
         self.reporter.emit(LoadReported(self.spec.id, self.reporter.epoch, own))

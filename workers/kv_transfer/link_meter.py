@@ -1,9 +1,9 @@
 """How fast each peer's KV really comes: a line through the transfers from it, latency plus bytes over bandwidth.
 
-Only the last transfers count, so the line follows a link that changes. Transfers that overlap share what carries them; each
-counts as if it had had its share alone, seconds over the mean number under way, so that the line describes the idle link and
-whoever plans divides by what is in flight. Sizes that hardly differ cannot tell latency from bandwidth; then the latency stays
-what it was last found to be.
+Only the last transfers count, so the line follows a link that changes. Transfers that overlap may share what carries them, as
+on a wire, or hardly disturb each other, as copies on different cores do: how far they slow each other down is learned too,
+and the line describes the idle link. Sizes that hardly differ cannot tell latency from bandwidth; then the latency stays what
+it was last found to be.
 """
 
 from __future__ import annotations
@@ -20,15 +20,26 @@ import numpy as np
 WINDOW = 16  # transfers; a link that changes is followed within as many
 MIN_SPREAD = 0.3  # standard deviation over mean of the sizes, below which they say nothing about latency
 MIN_TRANSFERS = 3
+OVERLAPS = 1.2  # mean number under way from which a transfer says something about sharing
+SHARING_RATE = 0.3
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
+    """`sharing` says how far transfers that overlap slow each other down: 0 not at all, 1 as on a link that they share."""
+
     latency_s: float
     bytes_per_s: float
+    sharing: float = 1.0
 
-    def transfer_s(self, nbytes: int) -> float:
-        return self.latency_s + nbytes / self.bytes_per_s
+    @property
+    def shared_bytes_per_s(self) -> float:
+        """What two transfers at once get together."""
+        return 2.0 * self.bytes_per_s / (1.0 + self.sharing)
+
+    def transfer_s(self, nbytes: int, others: int = 0) -> float:
+        """With so many `others` under way all the while."""
+        return (self.latency_s + nbytes / self.bytes_per_s) * (1.0 + self.sharing * others)
 
 
 @dataclass(slots=True)
@@ -44,29 +55,36 @@ class Moved:
 
 
 class Line:
-    """The last transfers over one link, as (bytes, seconds)."""
+    """The last transfers over one link, as (bytes, seconds, mean number under way)."""
 
     def __init__(self) -> None:
-        self._seen: deque[tuple[int, float]] = deque(maxlen=WINDOW)
+        self._seen: deque[tuple[int, float, float]] = deque(maxlen=WINDOW)
         self._latency_s = 0.0
+        self._sharing: float | None = None
 
     def __len__(self) -> int:
         return len(self._seen)
 
-    def add(self, nbytes: int, seconds: float) -> None:
-        self._seen.append((nbytes, seconds))
+    def add(self, nbytes: int, seconds: float, under_way: float = 1.0) -> None:
+        if len(self) >= MIN_TRANSFERS and under_way > OVERLAPS:
+            slowdown = seconds / self.speed().transfer_s(nbytes)
+            seen = min(1.0, max(0.0, (slowdown - 1.0) / (under_way - 1.0)))
+            self._sharing = seen if self._sharing is None else self._sharing + SHARING_RATE * (seen - self._sharing)
+        self._seen.append((nbytes, seconds, under_way))
 
     def speed(self) -> LinkSpeed:
         """The line with the least relative errors, and with nothing negative."""
-        sizes, times = (np.asarray(column, dtype=np.float64) for column in zip(*self._seen, strict=True))
+        sharing = 1.0 if self._sharing is None else self._sharing
+        sizes, seconds, under_way = (np.asarray(column, dtype=np.float64) for column in zip(*self._seen, strict=True))
+        times = seconds / (1.0 + sharing * (under_way - 1.0))
         weights = times**-2.0 / np.sum(times**-2.0)
-        size, seconds = float(weights @ sizes), float(weights @ times)
+        size, time_s = float(weights @ sizes), float(weights @ times)
         variance = float(weights @ (sizes - size) ** 2)
         if variance > (MIN_SPREAD * size) ** 2:
-            slope = max(0.0, float(weights @ ((sizes - size) * (times - seconds))) / variance)
-            self._latency_s = max(0.0, seconds - slope * size)
+            slope = max(0.0, float(weights @ ((sizes - size) * (times - time_s))) / variance)
+            self._latency_s = max(0.0, time_s - slope * size)
         latency_s = min(self._latency_s, 0.9 * float(times.min()))
-        return LinkSpeed(latency_s, size / max(seconds - latency_s, 1e-9))
+        return LinkSpeed(latency_s, size / max(time_s - latency_s, 1e-9), sharing)
 
 
 class LinkMeter:
@@ -93,12 +111,12 @@ class LinkMeter:
             ended_s, ended_busy = self._count(-1)
             seconds = ended_s - began_s
             if done and moved.nbytes > 0 and seconds > 0:
-                shared_by = max(1.0, (ended_busy - began_busy) / seconds)
-                self.add(moved.peer, moved.transport, moved.nbytes, seconds / shared_by)
+                under_way = max(1.0, (ended_busy - began_busy) / seconds)
+                self.add(moved.peer, moved.transport, moved.nbytes, seconds, under_way)
 
-    def add(self, peer: str, transport: str, nbytes: int, seconds: float) -> None:
+    def add(self, peer: str, transport: str, nbytes: int, seconds: float, under_way: float = 1.0) -> None:
         with self._lock:
-            self._lines.setdefault((peer, transport), Line()).add(nbytes, seconds)
+            self._lines.setdefault((peer, transport), Line()).add(nbytes, seconds, under_way)
 
     def speed(self, peer: str, transport: str) -> LinkSpeed | None:
         """None while too little has come from there."""

@@ -10,7 +10,7 @@ from zlib import crc32
 import numpy as np
 
 from conductor.core.placement import Choice, Situation, finish, local_candidates, lowest
-from conductor.core.tbt import decode_choice, fitting, joined_step_s
+from conductor.core.tbt import decode_choice, fitting
 from conductor.core.types import Role
 
 
@@ -48,7 +48,7 @@ def _place_nth(situation: Situation, prefill_number: int, decode_number: int) ->
     decode_row = int(decode_rows[decode_number % len(decode_rows)])
     if situation.view.specs[table.ids[row]].role is Role.COUPLED:
         decode_row = pool.row[table.ids[row]]
-    tbt_s = float(joined_step_s(pool, situation.need.context_tokens)[decode_row])
+    tbt_s = float(pool.joined_step_s(situation.need.context_tokens)[decode_row])
     table.first_step_s = tbt_s
     fits = bool(fitting(pool, situation.need)[decode_row])
     return Choice(table, row, decode_choice(pool, decode_row, tbt_s, fits, situation.now))

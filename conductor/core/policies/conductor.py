@@ -15,93 +15,83 @@ from __future__ import annotations
 
 import numpy as np
 
-from conductor.core.placement import Choice, Situation, finish, lowest
-from conductor.core.ttft import Candidates, PrefillTerms, overlapped_s
-from conductor.core.worker_table import FloatArray
+from conductor.core.placement import Choice, Situation, candidates, finish, lowest
+from conductor.core.ttft import PrefillTerms, Reuse, overlapped_s
+from conductor.core.types import Holder
+from conductor.core.worker_table import lowest_of, some
 
 
 def place_conductor(situation: Situation) -> Choice | None:
-    table = cheapest_reuse(situation.terms, situation.config.allow_pull)
-    usable = situation.prefill_eligible
-    if not usable.any():
-        return None
-    weights = situation.config.weights
+    terms, weights = situation.terms, situation.config.weights
     pool = situation.view.prefill
-    work_s = table.transfer_s + table.prefill_s
-    least_s = float(work_s.min())
+    reuse = cheapest_reuse(terms, situation.config.allow_pull)
+    work_s = reuse.transfer_s + reuse.prefill_s
+    score = terms.queue_s + work_s
     delay = weights.delay * situation.waiting / len(pool)
-    score = table.queue_s + work_s
-    score += (delay + weights.copy) * (work_s - least_s)
+    score += (delay + weights.copy) * (work_s - lowest_of(work_s))
     score += weights.spread_s * pool.churn_share()
+    table = candidates(terms, reuse, score)
     if table.handover_s is not None:
         score += table.handover_s
-    table.score = score
-    return finish(situation, table, lowest(score, usable))
+    return finish(situation, table, lowest(score, situation.prefill_eligible))
 
 
-def cheapest_reuse(terms: PrefillTerms, allow_pull: bool) -> Candidates:
+def cheapest_reuse(terms: PrefillTerms, allow_pull: bool) -> Reuse:
     """For each worker the fastest of computing, pulling from the best holder and restoring from a lower tier."""
-    pool, local = terms.pool, terms.local_tokens
-    prefill_s = terms.prefill_s(local)
-    transfer_s = np.zeros_like(prefill_s)
-    table = Candidates(
-        ids=pool.ids,
-        queue_s=terms.queue_s,
-        transfer_s=transfer_s,
-        prefill_s=prefill_s,
-        local_tokens=local,
-        fetched_tokens=transfer_s.copy(),
-        sources=(terms.best,),
-        source_code=transfer_s.copy(),
-        score=prefill_s,
-        calibrated=pool.calibrated_until_s >= terms.now,
-        low_factor=pool.low_factor,
-        high_factor=pool.high_factor,
-        handover_s=terms.handover_s(),
-        handover_groups=pool.handover_groups,
-        trust=pool.trust.copy() if pool.distrusted else None,
-    )
-    if allow_pull and terms.best is not None and bool((local < terms.best_tokens).any()):
-        missing = np.maximum(terms.best_tokens - local, 0.0)
-        table.pull_tokens, table.pull_s = missing, terms.pull_s(missing)
-        _take_if_faster(table, terms, missing, table.pull_s, 0.0)
-    if pool.lower_holders:
-        _restore_if_faster(table, terms)
-    return table
+    if terms.cheapest is None:
+        local, best = terms.local_tokens, terms.best
+        if allow_pull and best is not None and lowest_of(local) < terms.best_tokens:
+            reuse = _pulled_if_faster(terms, best)
+        else:
+            nothing = np.zeros_like(local)
+            reuse = Reuse(nothing, terms.prefill_s(local), nothing)
+        terms.cheapest = _restored_if_faster(reuse, terms) if terms.pool.lower_holders else reuse
+    return terms.cheapest
 
 
-def _restore_if_faster(table: Candidates, terms: PrefillTerms) -> None:
+def least_work_s(terms: PrefillTerms, allow_pull: bool) -> float:
+    """Transfer and prefill time of the request where it is least."""
+    reuse = cheapest_reuse(terms, allow_pull)
+    return lowest_of(reuse.transfer_s + reuse.prefill_s)
+
+
+def _pulled_if_faster(terms: PrefillTerms, best: Holder) -> Reuse:
+    """Let each worker pull what the best holder has beyond its own device pool."""
+    local = terms.local_tokens
+    reused = np.maximum(local, terms.best_tokens)
+    missing = reused - local
+    computed_s, prefill_s = terms.prefill_s(local), terms.prefill_s(reused)
+    pull_tokens, pull_s = missing.copy(), terms.transfer_s(missing)
+    transfer_s = overlapped_s(pull_s, prefill_s, terms.pool)
+    stays = ~((prefill_s + transfer_s < computed_s) & (missing > 0.0))
+    np.putmask(prefill_s, stays, computed_s)
+    transfer_s[stays] = missing[stays] = 0.0
+    return Reuse(transfer_s, prefill_s, missing, sources=(best,), pull_tokens=pull_tokens, pull_s=pull_s)
+
+
+def _restored_if_faster(reuse: Reuse, terms: PrefillTerms) -> Reuse:
     """Let each worker restore what host, disk or shared store hold beyond its device pool."""
     pool, rows = terms.pool, np.arange(len(terms.pool), dtype=np.float64)
+    codes, lower = np.zeros_like(rows), len(reuse.sources)
+    sources = (*reuse.sources, *pool.lower_holders)
     tiers = (
         (pool.host_slot, pool.host_bytes_per_s),
         (pool.disk_slot, pool.disk_bytes_per_s),
         (pool.shared_slot, pool.shared_bytes_per_s),
     )
     for number, (slots, bytes_per_s) in enumerate(tiers):
-        missing = terms.tier_tokens(slots) - terms.local_tokens
-        if not (missing > 0.0).any():
+        missing = np.maximum(terms.tier_tokens(slots) - terms.local_tokens, 0.0)
+        if not some(missing > 0.0):
             continue
-        np.maximum(missing, 0.0, out=missing)
-        table.sources = (terms.best, *pool.lower_holders)
-        _take_if_faster(table, terms, missing, terms.restore_s(missing, bytes_per_s), 1.0 + number * len(pool) + rows)
-
-
-def _take_if_faster(
-    table: Candidates, terms: PrefillTerms, tokens: FloatArray, bring_s: FloatArray, source_code: FloatArray | float
-) -> None:
-    """Let each worker fetch `tokens` in `bring_s` seconds if that beats what `table` has for it."""
-    pool = terms.pool
-    prefill_s = terms.prefill_s(terms.local_tokens + tokens)
-    transfer_s = overlapped_s(bring_s, prefill_s, pool.layer_groups)
-    faster = (prefill_s + transfer_s < table.prefill_s + table.transfer_s) & (tokens > 0.0)
-    np.copyto(table.prefill_s, prefill_s, where=faster)
-    np.copyto(table.transfer_s, transfer_s, where=faster)
-    np.copyto(table.fetched_tokens, tokens, where=faster)
-    np.copyto(table.source_code, source_code, where=faster)
-
-
-def least_work_s(situation: Situation) -> float:
-    """Transfer and prefill time of the request where it is least."""
-    table = cheapest_reuse(situation.terms, situation.config.allow_pull)
-    return float((table.prefill_s + table.transfer_s).min())
+        prefill_s = terms.prefill_s(terms.local_tokens + missing)
+        transfer_s = overlapped_s(terms.restore_s(missing, bytes_per_s), prefill_s, pool)
+        faster = (prefill_s + transfer_s < reuse.prefill_s + reuse.transfer_s) & (missing > 0.0)
+        codes = np.where(faster, lower + number * len(pool) + rows, codes)
+        reuse = Reuse(
+            transfer_s=np.where(faster, transfer_s, reuse.transfer_s),
+            prefill_s=np.where(faster, prefill_s, reuse.prefill_s),
+            fetched_tokens=np.where(faster, missing, reuse.fetched_tokens),
+            sources=sources,
+            source_code=codes,
+        )
+    return reuse

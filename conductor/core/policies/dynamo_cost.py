@@ -18,7 +18,7 @@ from zlib import crc32
 import numpy as np
 
 from conductor.core.placement import Choice, Situation, local_candidates
-from conductor.core.tbt import decode_choice, fitting, joined_step_s
+from conductor.core.tbt import decode_choice, fitting
 from conductor.core.types import Role
 from conductor.core.worker_table import BoolArray, FloatArray
 
@@ -43,7 +43,7 @@ def place_dynamo_cost(situation: Situation) -> Choice | None:
     if decode_row is None:
         return None
     pool = situation.view.decode
-    table.first_step_s = float(joined_step_s(pool, situation.need.context_tokens)[decode_row])
+    table.first_step_s = float(pool.joined_step_s(situation.need.context_tokens)[decode_row])
     fits = bool(fitting(pool, situation.need)[decode_row])
     return Choice(table, row, decode_choice(pool, decode_row, table.first_step_s, fits, situation.now))
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import numpy as np
 
 from conductor.core.placement import Choice, Situation, candidates, finish, lowest
+from conductor.core.ttft import Reuse
 
 
 def place_kvcache_centric(situation: Situation) -> Choice | None:
@@ -30,5 +31,6 @@ def place_kvcache_centric(situation: Situation) -> Choice | None:
     transfer_s = terms.pull_s(transfer_tokens)
     prefill_s = terms.prefill_s(prefix)
     ttft_s = transfer_s + terms.queue_s + prefill_s
-    table = candidates(terms, transfer_s, prefill_s, transfer_tokens, ttft_s)
+    sources = () if terms.best is None else (terms.best,)
+    table = candidates(terms, Reuse(transfer_s, prefill_s, transfer_tokens, sources), ttft_s)
     return finish(situation, table, lowest(ttft_s, situation.prefill_eligible))

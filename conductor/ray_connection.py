@@ -1,0 +1,71 @@
+"""To a Ray cluster and to its Conductor: starts or joins Ray for this process, and finds what runs there.
+
+Everything that concerns Ray as a whole, authentication and environment included, is settled here, so that a command which only
+looks at a running cluster needs nothing of what starts one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from conductor.config import ClusterSection
+
+CONDUCTOR_NAME = "conductor"
+MIB = 2**20
+
+
+class ClusterError(RuntimeError):
+    """The cluster cannot be started; the message is one line for people."""
+
+
+def actor_environment(threads: int) -> dict[str, str]:
+    """What every actor process finds in its environment."""
+    return {"OMP_NUM_THREADS": str(threads), "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
+
+
+def connect(section: ClusterSection, num_cpus: int, environment: Mapping[str, str]) -> None:
+    """Start a local Ray, whose processes inherit `environment`, or join the one at `section.address`. Raises `ClusterError`."""
+    os.environ.update(environment)
+    if section.address is None:
+        os.environ["RAY_AUTH_MODE"] = section.auth_mode
+    else:
+        os.environ.setdefault("RAY_AUTH_MODE", section.auth_mode)  # a job has its cluster's mode from its environment
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # actors without a GPU see the devices that there are
+    import ray
+
+    options: dict[str, Any] = {"namespace": section.namespace, "log_to_driver": False, "logging_level": logging.WARNING}
+    if section.address is None:
+        options |= {"address": "local", "num_cpus": num_cpus, "include_dashboard": section.dashboard}
+        options |= {"object_store_memory": section.object_store_mib * MIB}
+    else:
+        options |= {"address": section.address}
+    try:
+        ray.init(**options)
+    except Exception as error:
+        raise ClusterError(f"Ray did not start: {first_cause(error)}") from None
+
+
+def find_conductor(section: ClusterSection) -> Any:
+    """The Conductor's handle on a cluster that is joined already. Raises `ClusterError`."""
+    import ray
+
+    try:
+        return ray.get_actor(CONDUCTOR_NAME, namespace=section.namespace)
+    except ValueError:
+        raise ClusterError(
+            f"no actor {CONDUCTOR_NAME!r} in the Ray namespace {section.namespace!r}; start `conductor serve`"
+        ) from None
+
+
+def first_cause(error: BaseException) -> str:
+    """One line for people: the message of the exception that began it, without Ray's wrapping."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, BaseException):
+        return first_cause(cause)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

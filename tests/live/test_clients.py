@@ -1,0 +1,79 @@
+"""Clients that people use, on the real service: LangChain's, and the official one for JavaScript."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from langchain_core.messages import HumanMessage, SystemMessage
+from langchain_openai import ChatOpenAI
+from pydantic import SecretStr
+
+from tests.bench.served import Served
+from tests.live.observe import MODEL, eventually, metric
+
+pytestmark = [pytest.mark.live, pytest.mark.slow]
+
+SCRIPT = Path(__file__).parent / "clients" / "openai_client.mjs"
+NPM_CLIENT = "openai@7"
+QUESTION = "What is the capital of France?"
+
+
+@pytest.fixture
+def chat(served: Served) -> ChatOpenAI:
+    return ChatOpenAI(
+        base_url=f"http://127.0.0.1:{served.port}/v1",
+        api_key=SecretStr("none"),
+        model=MODEL,
+        temperature=0,
+        max_completion_tokens=16,
+        max_retries=0,
+        stream_usage=True,
+    )
+
+
+def test_langchain_answers_with_usage(chat: ChatOpenAI) -> None:
+    answer = chat.invoke([SystemMessage("You answer in one sentence."), HumanMessage(QUESTION)])
+    assert "Paris" in str(answer.content)
+    assert answer.usage_metadata is not None
+    assert answer.usage_metadata["output_tokens"] > 0
+    assert answer.response_metadata["finish_reason"] in ("stop", "length")
+
+
+def test_langchain_streams_what_it_answers(chat: ChatOpenAI) -> None:
+    pieces = list(chat.stream(QUESTION))
+    assert "".join(str(piece.content) for piece in pieces) == chat.invoke(QUESTION).content
+    assert len(pieces) > 3
+    assert sum((piece.usage_metadata or {"output_tokens": 0})["output_tokens"] for piece in pieces) > 0
+
+
+async def test_langchain_asks_several_at_once(chat: ChatOpenAI) -> None:
+    answers = await chat.abatch([QUESTION, "What is the capital of Italy?"])
+    assert "Paris" in str(answers[0].content)
+    assert "Rome" in str(answers[1].content)
+
+
+def test_the_javascript_client(served: Served, tmp_path: Path) -> None:
+    """Models, whole and streamed chat, a completion with its headers, a client that leaves, and an error of its own class."""
+    npm, node = shutil.which("npm"), shutil.which("node")
+    if npm is None or node is None:
+        pytest.skip("Node.js with npm is not installed")
+    install = [npm, "install", "--silent", "--no-fund", "--no-audit", "--prefix", str(tmp_path), NPM_CLIENT]
+    subprocess.run(install, check=True, capture_output=True, timeout=120)
+    script = shutil.copy(SCRIPT, tmp_path)
+    command = [node, script, f"http://127.0.0.1:{served.port}/v1", MODEL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+    assert seen["models"] == [MODEL]
+    assert "Paris" in seen["whole"]
+    assert seen["streamed"] == seen["whole"]
+    assert seen["streamedUsage"] == seen["usage"] > 0
+    assert "Paris" in seen["completion"]
+    assert seen["decision"]
+    assert seen["left"]
+    assert seen["refused"] == ["NotFoundError", 404, "model_not_found", "model"]
+    eventually(lambda: metric(served, "conductor_cluster_in_flight") == 0, within_s=20)

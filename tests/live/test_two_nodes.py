@@ -1,0 +1,172 @@
+"""Gateway, Conductor and workers over several Ray nodes: serve, lose a node in mid-stream, go on, take a new one in.
+
+The nodes are `ray.cluster_utils` nodes on this machine; the workers compute nothing (see `stand_in_workers.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import ray
+from ray.cluster_utils import Cluster as RayCluster
+
+from conductor.cluster import Cluster
+from conductor.config import load
+from conductor.core.messages import TokenOutput
+from conductor.core.types import Role
+from conductor.ray_engine_client import RayEngineClient
+from tests.live.stand_in_workers import BLOCK_TOKENS, expected_tokens
+from tests.live.test_cluster import Deployment, hash_prompt, plan, tokens_of
+
+pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+
+FOUR = [
+    plan("prefill-0", Role.PREFILL),
+    plan("prefill-1", Role.PREFILL),
+    plan("decode-0", Role.DECODE),
+    plan("decode-1", Role.DECODE),
+]
+
+
+class Nodes:
+    """A Ray cluster whose head runs the Conductor, and others that come and go."""
+
+    def __init__(self) -> None:
+        os.environ["RAY_AUTH_MODE"] = "disabled"
+        self.ray = RayCluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 2, "labels": {"part": "head"}, "object_store_memory": 100 * 2**20},
+        )
+        self.others: list[Any] = []
+
+    def add(self) -> None:
+        self.others.append(
+            self.ray.add_node(
+                num_cpus=2, resources={"worker_node": 2}, labels={"part": "other"}, object_store_memory=100 * 2**20
+            )
+        )
+
+    def lose(self) -> None:
+        self.ray.remove_node(self.others.pop(), allow_graceful=False)
+
+
+def flags(nodes: Nodes, log_directory: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "cluster.address": nodes.ray.address,
+        "cluster.restart_delay_s": 0.2,
+        "cluster.conductor_labels": ["part=head"],
+        "scheduler.block_tokens": BLOCK_TOKENS,
+        "flight_log.directory": str(log_directory),
+        **more,
+    }
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Any:
+    started = Nodes()
+    started.add()
+    yield started
+    ray.shutdown()
+    started.ray.shutdown()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def deployment(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Deployment]:
+    """Two workers on each node."""
+    log_directory = tmp_path_factory.mktemp("flight")
+    cluster = Cluster(load(None, {}, flags(nodes, log_directory)).config)
+    cluster.connect()
+    await cluster.start(FOUR)
+    client = RayEngineClient(cluster.conductor, hash_prompt)
+    await client.start()
+    yield Deployment(cluster, client, log_directory)
+    await client.close()
+    await cluster.stop()
+
+
+async def node_of(handle: Any) -> str:
+    def where(_: Any) -> str:
+        return str(ray.get_runtime_context().get_node_id())
+
+    return str(await handle.__ray_call__.remote(where))
+
+
+async def complete(deployment: Deployment) -> bool:
+    status = await deployment.client.status()
+    return status.counters.get("in_flight") == 0 and len(status.workers) == len(FOUR)
+
+
+async def eventually_complete(deployment: Deployment) -> None:
+    async with asyncio.timeout(90):
+        while not await complete(deployment):
+            await asyncio.sleep(0.2)
+
+
+async def test_the_workers_are_spread_and_the_conductor_is_where_its_label_is(deployment: Deployment, nodes: Nodes) -> None:
+    """Both nodes have two workers; the Conductor is on the head."""
+    found = [await node_of(deployment.cluster.handle(one.id)) for one in FOUR]
+    assert sorted(found.count(node) for node in set(found)) == [2, 2]
+    assert await node_of(deployment.cluster.conductor) == nodes.ray.head_node.node_id
+
+
+async def test_a_lost_node_is_not_noticed_by_the_readers(deployment: Deployment, nodes: Nodes) -> None:
+    """The node is taken away while eight streams run, some of them on it: every token comes once, in order."""
+    lost: list[asyncio.Task[None]] = []
+
+    def lose_once(output: TokenOutput) -> None:
+        if output.index == 5 and not lost:
+            lost.append(asyncio.create_task(asyncio.to_thread(nodes.lose)))
+
+    firsts = range(20, 28)
+    results = await asyncio.gather(*(deployment.generate(deployment.job(first, 60), lose_once) for first in firsts))
+    assert [tokens_of(outputs) for outputs in results] == [expected_tokens(first, 60) for first in firsts]
+    assert len(lost) == 1
+    await lost[0]
+    status = await deployment.client.status()
+    assert status.ready
+    assert len(status.workers) == 2
+
+
+async def test_a_node_that_joins_gets_the_lost_workers(deployment: Deployment, nodes: Nodes) -> None:
+    """Nothing was restarted by hand."""
+    await asyncio.to_thread(nodes.add)
+    await eventually_complete(deployment)
+    assert tokens_of(await deployment.generate(deployment.job(3, 5))) == expected_tokens(3, 5)
+
+
+async def test_others_attach_to_the_conductor_and_leave_without_a_trace(deployment: Deployment, nodes: Nodes) -> None:
+    """A second gateway with a worker of its own, in a placement group on a node with a certain resource."""
+    more = {"cluster.attach": True, "workers.layout": "strict_pack", "workers.decode_resources": ["worker_node=1"]}
+    second = Cluster(load(None, {}, flags(nodes, deployment.log_directory, **more)).config)
+    second._connected = False  # this process has joined Ray already
+    newcomer = replace(plan("decode-9", Role.DECODE))
+    await second.start([newcomer])
+    status = await deployment.client.status()
+    assert "decode-9" in status.workers
+    assert await node_of(second.handle("decode-9")) != nodes.ray.head_node.node_id
+    other = RayEngineClient(second.conductor, hash_prompt)
+    await other.start()
+    theirs = Deployment(second, other, deployment.log_directory)
+    theirs._count = 50_000
+    firsts = range(40, 52)
+    streams = [
+        (deployment if first % 2 else theirs).generate((deployment if first % 2 else theirs).job(first, 30)) for first in firsts
+    ]
+    running = asyncio.gather(*streams)
+    await asyncio.sleep(0.3)
+    await second._leave()
+    assert [tokens_of(outputs) for outputs in await running] == [expected_tokens(first, 30) for first in firsts]
+    status = await deployment.client.status()
+    assert (status.workers["decode-9"]["draining"], status.workers["decode-9"]["decode_requests"]) == (True, 0)
+    await other.close()
+    for task in second._tasks:
+        task.cancel()
+    ray.kill(second.handle("decode-9"))
+    await eventually_complete(deployment)
