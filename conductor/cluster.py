@@ -259,11 +259,8 @@ class Cluster:
             options |= {"resources": demand.resources, "scheduling_strategy": strategy}
         if self.config.cluster.address is not None:  # a local Ray has inherited it, which spares a slow set-up
             options |= {"runtime_env": {"env_vars": actor_environment(plan.threads)}}
-        actor = (
-            ray.remote(enable_tensor_transport=True)(plan.actor_class)
-            if plan.direct_transport
-            else ray.remote(plan.actor_class)
-        )
+        direct = ray.remote(enable_tensor_transport=True)  # type: ignore[call-overload]  # its annotations lack it
+        actor = direct(plan.actor_class) if plan.direct_transport else ray.remote(plan.actor_class)
         return actor.options(**options).remote(plan.config)
 
     def _life(self) -> dict[str, Any]:

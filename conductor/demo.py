@@ -13,6 +13,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -113,10 +114,9 @@ async def migration(config: Config, load: Load, progress: Progress) -> Migration
         ("a link slower than computing", SLOW_LINK_GBPS, MigrationConfig(), 1),
     ):
         progress(f"{name}: link slowed to {link_gbps:g} Gbit/s, replication {'on' if rules.budget_bytes_per_s else 'off'}")
-        phase = Phase(name, link_gbps)
+        phases.append(Phase(name, link_gbps))
         shown = _configured(config, link_gbps, rules)
-        await _on_cluster(shown, prepared, progress, lambda run, phase=phase, count=prefixes: run.all(phase, load, count))
-        phases.append(phase)
+        await _on_cluster(shown, prepared, progress, partial(_Run.all, phase=phases[-1], load=load, prefixes=prefixes))
     return Migration(*phases)
 
 

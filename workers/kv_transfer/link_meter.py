@@ -84,7 +84,9 @@ class Line:
             slope = max(0.0, float(weights @ ((sizes - size) * (times - time_s))) / variance)
             self._latency_s = max(0.0, time_s - slope * size)
         latency_s = min(self._latency_s, 0.9 * float(times.min()))
-        return LinkSpeed(latency_s, size / max(time_s - latency_s, 1e-9), sharing)
+        bytes_per_s = size / max(time_s - latency_s, 1e-9)
+        usual = float(np.median(times / (latency_s + sizes / bytes_per_s)))  # weights favour quick transfers
+        return LinkSpeed(latency_s * usual, bytes_per_s / usual, sharing)
 
 
 class LinkMeter:
