@@ -111,6 +111,7 @@ class DecodeWorker(WorkerActor):
             decode_batch=len(self._running),
             decode_context_tokens=sum(len(active.sequence.tokens) for active in self._running.values()),
             free_blocks=self.cache.available,
+            transport_fallbacks=self.transport.fallbacks,
         )
 
     # --- hand-overs ---------------------------------------------------------------------------------------------------

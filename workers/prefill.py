@@ -139,6 +139,7 @@ class PrefillWorker(WorkerActor):
             queued_prefill_tokens=sum(queued),
             running_prefill_remaining_s=remaining_s,
             free_blocks=self.cache.available,
+            transport_fallbacks=self.transport.fallbacks,
         )
 
     # --- before computing ---------------------------------------------------------------------------------------------

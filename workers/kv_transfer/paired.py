@@ -140,11 +140,12 @@ class PairedTransports:
 
     def shun(self, peer: str, name: str, reason: str) -> bool:
         """A transport has failed a peer; tells whether another one takes its place."""
+        known = self.shunned(peer, name)
         with self._lock:
             self._shunned_until_s[peer, name] = self._clock() + SHUNNED_S
         now_used = self._order(peer)[0]
-        if now_used == name:
-            return False
+        if known or now_used == name:
+            return now_used != name
         self.fallbacks += 1
         logger.warning("transport %s to %s failed (%s); %s takes its place", name, peer, reason, now_used)
         return True
