@@ -37,6 +37,11 @@ def hash_prompt(tokens: bytes, tenant: str) -> tuple[int, ...]:
     return tuple(hash((tenant, tokens[:end])) & (2**64 - 1) for end in range(size, len(tokens) + 1, size))
 
 
+def known_blocks() -> tuple[int, ...]:
+    """Of the prompts that begin with `HELD_FIRST`."""
+    return hash_prompt(struct.pack("<9i", HELD_FIRST, *range(1, 9)), "default")
+
+
 def config(tmp_path: Path) -> Config:
     flags = {
         "cluster.object_store_mib": 100,
@@ -105,11 +110,10 @@ def log_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def deployment(log_directory: Path) -> AsyncIterator[Deployment]:
-    known = hash_prompt(struct.pack("<9i", HELD_FIRST, *range(1, 9)), "default")
     others = tuple(range(1, HELD_BLOCKS // 2))
     plans = [
         plan("prefill-0", Role.PREFILL, holds=others),
-        plan("prefill-1", Role.PREFILL, holds=(*known, *others)),
+        plan("prefill-1", Role.PREFILL, holds=(*known_blocks(), *others)),
         plan("decode-0", Role.DECODE),
     ]
     cluster = Cluster(config(log_directory))
