@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import struct
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import pytest_asyncio
+import ray
 
 from conductor.cluster import Cluster, WorkerPlan
 from conductor.config import Config, load
@@ -240,18 +242,27 @@ async def test_the_flight_logs_of_all_this_verify(deployment: Deployment) -> Non
 
 
 async def test_a_drained_worker_finishes_and_is_not_started_again(deployment: Deployment) -> None:
-    """What it was doing ends as it would have, new work goes elsewhere, its process ends, and nobody brings it back."""
+    """`conductor drain`: what it was doing ends as it would have, new work goes elsewhere, and nobody brings it back."""
     await deployment.settled()
-    first = asyncio.create_task(deployment.generate(deployment.job(4, 6)))
-    await asyncio.sleep(0.1)
-    await deployment.cluster.conductor.drain_worker.remote("prefill-0")
-    assert tokens_of(await first) == expected_tokens(4, 6)
+    first = asyncio.create_task(deployment.generate(deployment.job(4, 100)))
+    drain = await conductor_command("drain", "prefill-0", "--address", ray.get_runtime_context().gcs_address)
+    _, told = await drain.communicate()
+    assert (drain.returncode, "prefill-0 has stopped" in told.decode()) == (0, True), told.decode()
+    assert tokens_of(await first) == expected_tokens(4, 100)
     await deployment.until(lambda status: "prefill-0" not in status.workers)
     assert await deployment.cluster.conductor.retired.remote("prefill-0")
     placed = await deployment.placement_of(deployment.job(5, 2))
     assert placed.prefill == "prefill-1"
     await asyncio.sleep(1.0)
     assert "prefill-0" not in (await deployment.client.status()).workers
+    unknown = await conductor_command("drain", "nobody", "--address", ray.get_runtime_context().gcs_address)
+    _, told = await unknown.communicate()
+    assert (unknown.returncode, "'nobody' is not known" in told.decode()) == (2, True), told.decode()
+
+
+async def conductor_command(*arguments: str) -> asyncio.subprocess.Process:
+    piped = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(sys.executable, "-m", "conductor", *arguments, stdout=piped, stderr=piped)
 
 
 async def test_a_worker_that_cannot_start_is_one_line(tmp_path: Path, deployment: Deployment) -> None:
