@@ -24,6 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from conductor import __version__
+from conductor.cache_cli import cache_app
+from conductor.convert_cli import convert_app
 
 if TYPE_CHECKING:
     from conductor.config import LoadedConfig
@@ -45,7 +47,9 @@ model_app = typer.Typer(no_args_is_help=True, help="Fetch models and look at the
 app.add_typer(config_app, name="config")
 app.add_typer(model_app, name="model")
 key_app = typer.Typer(no_args_is_help=True, help="API keys of the gateway.")
+app.add_typer(convert_app, name="convert")
 app.add_typer(key_app, name="key")
+app.add_typer(cache_app, name="cache")
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", "-c", metavar="FILE", help="YAML file; environment and flags override it.")
@@ -64,6 +68,8 @@ def main() -> None:
         "config",
         "model",
         "key",
+        "cache",
+        "convert",
         "explain",
         "verify",
         "counterfactual",

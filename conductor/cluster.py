@@ -13,22 +13,33 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Mapping
+import uuid
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from conductor.connection import (
+    CONDUCTOR_NAME,
+    ClusterError,
+    actor_environment,
+    connect,
+    find_conductor,
+    first_cause,
+    is_worker_loss,
+    until_gone,
+)
 from conductor.core.config import SchedulerConfig, require_fit
 from conductor.core.scheduler import Scheduler
-from conductor.core.types import Role, WorkerId, WorkerSpec
-from conductor.flight_log import RunDirectory
+from conductor.core.types import BlockHash, Role, WorkerId, WorkerSpec
+from conductor.flight_log import RunDirectory, flight_log_runs
 from conductor.node_demands import demand_of, node_demand
 from conductor.policies_loader import load_policy
-from conductor.ray_connection import CONDUCTOR_NAME, MIB, ClusterError, actor_environment, connect, find_conductor, first_cause
 from conductor.runtime import ConductorRuntime, Ports
 
 if TYPE_CHECKING:  # actors import this module, and need no configuration files, schemas or gateway
-    from conductor.config import Config, FlightLogSection
+    from conductor.config import Config
+    from workers.kv_store.settings import StoreSettings
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +47,7 @@ CONDUCTOR_CONCURRENCY = 20_000  # submissions that wait for a decision each hold
 WORKER_CONCURRENCY = 4_000
 MAX_RESTART_DELAY_S = 30.0
 LEAVE_POLL_S = 0.2
+CLOSE_TIMEOUT_S = 6.0
 
 Progress = Callable[[str], None]
 
@@ -70,6 +82,10 @@ class ConductorActor(ConductorRuntime):
 
         return await self.add_worker(spec, handle, ray.get_runtime_context().current_actor)
 
+    async def cache_command(self, action: str, name: BlockHash | None) -> dict[WorkerId, Any]:
+        """What every worker answers to an operator's question about its tiers."""
+        return await self._calls.ask_everybody(lambda handle: handle.cache_command.remote(action, name))
+
     async def pid(self) -> int:
         return os.getpid()
 
@@ -79,40 +95,28 @@ def _exit_process(error: Exception) -> None:
     os._exit(1)
 
 
-def is_worker_loss(error: BaseException) -> bool:
-    """Whether a call failed because its target is gone, rather than because the target could not do it (its own peer being
-    gone included)."""
-    from ray.exceptions import RayActorError, RayTaskError
-
-    return isinstance(error, RayActorError) and not isinstance(error, RayTaskError)
-
-
-def flight_log_runs(section: FlightLogSection) -> RunDirectory | None:
-    """Where runs are recorded; None when they are not."""
-    if not section.enabled:
-        return None
-    return RunDirectory(
-        section.directory or default_flight_log_directory(), section.segment_mib * MIB, section.max_segments, section.keep_runs
-    )
-
-
-def default_flight_log_directory() -> Path:
-    """$XDG_STATE_HOME/kv-conductor/flight, else ~/.local/state/kv-conductor/flight."""
-    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "kv-conductor" / "flight"
-
-
 def plan_workers(config: Config) -> list[WorkerPlan]:
     """The workers that the configuration asks for: `prefill-0`, `prefill-1`, ..., `decode-0`, ... Raises `ClusterError`."""
     from workers.decode import DecodeWorker
     from workers.prefill import PrefillWorker
 
-    section = config.workers
-    prefill = [_plan(config, Role.PREFILL, number, PrefillWorker) for number in range(section.prefill)]
-    decode = [_plan(config, Role.DECODE, number, DecodeWorker) for number in range(section.decode)]
+    section, store = config.workers, _store_settings(config)
+    prefill = [_plan(config, store, Role.PREFILL, number, PrefillWorker) for number in range(section.prefill)]
+    decode = [_plan(config, store, Role.DECODE, number, DecodeWorker) for number in range(section.decode)]
     return prefill + decode
 
 
-def _plan(config: Config, role: Role, number: int, actor_class: type) -> WorkerPlan:
+def _store_settings(config: Config) -> StoreSettings:
+    """The tiers of every worker of this deployment, which has the memory of its hosts to itself. Raises `ClusterError`."""
+    from workers.kv_store.settings import settings_from
+
+    try:
+        return settings_from(config.store.model_dump(), f"{config.cluster.namespace}-{uuid.uuid4().hex[:12]}")
+    except ValueError as error:
+        raise ClusterError(f"store: {error}") from None
+
+
+def _plan(config: Config, store: StoreSettings, role: Role, number: int, actor_class: type) -> WorkerPlan:
     from workers.config import WorkerConfig
     from workers.kv_transfer.throttled import LinkLimit
 
@@ -127,16 +131,27 @@ def _plan(config: Config, role: Role, number: int, actor_class: type) -> WorkerP
             block_tokens=config.scheduler.block_tokens,
             chunk_tokens=section.chunk_tokens,
             max_batch=section.max_batch,
+            speculative_tokens=section.speculative_tokens,
             threads=section.threads,
             device=section.device,
             compute_dtype=config.model.compute_dtype,
             kv_dtype=config.model.kv_dtype,
+            weights=config.model.weights,
             transport=section.transport,
             link=LinkLimit(section.link_gbps, section.link_latency_ms),
+            transport_codec=section.transport_codec,
+            store=store,
         )
     except ValueError as error:
         raise ClusterError(f"workers: {error}") from None
     return WorkerPlan(worker_id, role, section.threads, actor_class, worker_config, "rdt_" in section.transport)
+
+
+def stored_blocks(directory: Path, *, payloads: bool) -> Iterator[Any]:
+    """The records of a store directory that no worker need have open; see `workers/kv_store/inspection.py`."""
+    from workers.kv_store.inspection import stored_blocks
+
+    return stored_blocks(directory, payloads=payloads)
 
 
 class Cluster:
@@ -196,6 +211,7 @@ class Cluster:
         if section.attach and not section.detached:
             await self._leave()
         if not section.detached:
+            await asyncio.gather(*(self._close_worker(handle) for handle in self._handles.values()))
             for handle in self._handles.values():
                 ray.kill(handle)
             if self._conductor is not None and not section.attach:
@@ -280,6 +296,14 @@ class Cluster:
             raise ClusterError(f"worker {plan.id} cannot belong to this cluster: {first_cause(error)}") from None
         self._progress(f"{plan.id} has joined")
 
+    async def _close_worker(self, handle: Any) -> None:
+        """Let a worker write what waits for its disk and give its host's memory back, if it can be reached."""
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await handle.close.remote()
+        except Exception as error:
+            logger.info("a worker did not close by itself: %s", type(error).__name__)
+
     async def _in_time(self, work: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
         try:
             async with asyncio.timeout(self.config.cluster.start_timeout_s):
@@ -295,7 +319,7 @@ class Cluster:
         section = self.config.cluster
         delay_s = section.restart_delay_s
         while True:
-            await _until_gone(self._handles[plan.id])
+            await until_gone(self._handles[plan.id])
             _kill(self._handles[plan.id])
             if await self._retired(plan.id):
                 logger.info("worker %s has been drained and is not started again", plan.id)
@@ -325,7 +349,7 @@ class Cluster:
     async def _supervise_conductor(self) -> None:
         """Introduce the workers again whenever the Conductor's process was started again."""
         while True:
-            await _until_gone(self.conductor)
+            await until_gone(self.conductor)
             logger.warning("the Conductor was lost; Ray starts it again")
             for plan in self._plans:
                 spec = self._specs.get(plan.id)
@@ -347,14 +371,6 @@ def _busy(status: Any, worker_ids: Mapping[WorkerId, Any]) -> bool:
     """Whether any of these workers still has requests, as the Conductor believes."""
     known = [status.workers[worker_id] for worker_id in worker_ids if worker_id in status.workers]
     return any(worker.get("prefill_jobs", 0) or worker.get("decode_requests", 0) for worker in known)
-
-
-async def _until_gone(handle: Any) -> None:
-    """Wait until an actor's `alive()` ends, however it ends."""
-    try:
-        await handle.alive.remote()
-    except Exception as error:
-        logger.info("an actor is gone: %s", type(error).__name__)
 
 
 def _kill(handle: Any) -> None:

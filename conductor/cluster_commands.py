@@ -33,7 +33,7 @@ def drain(
     """Give a worker no new work, copy what is worth keeping, let it finish, and stop it for good."""
     from time import monotonic, sleep
 
-    from conductor.ray_connection import ClusterError, connect, find_conductor
+    from conductor.connection import ClusterError, connect, find_conductor
 
     section = load_config(config, {"cluster.address": address}).config.cluster
     progress, deadline_s = progress_since(monotonic()), monotonic() + timeout_s
@@ -73,8 +73,8 @@ def demo_migration(
     """Copy hot prefixes ahead of demand, and compute again where a link is too slow to pull; a few minutes."""
     from time import monotonic
 
+    from conductor.connection import ClusterError
     from conductor.demo import DemoFailed, Load, migration
-    from conductor.ray_connection import ClusterError
     from models.errors import ModelError
 
     load = Load(prefixes=prefixes, prefix_tokens=prefix_tokens)

@@ -78,6 +78,7 @@ class ModelSection(Section):
     name: str = Field(default="smollm2-135m", min_length=1, description="built-in model, or a local Hugging Face folder")
     compute_dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="type of weights and activations")
     kv_dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="type in which KV is stored")
+    weights: Literal["full", "int8"] = Field(default="full", description="weights as they are, or int8 for float32 on a CPU")
 
 
 class WorkersSection(Section):
@@ -103,11 +104,37 @@ class WorkersSection(Section):
     transport: str = Field(
         default="object_store", description="how KV moves between workers: a name, several in order, or auto"
     )
+    transport_codec: Literal["fp32", "bf16", "fp16", "fp8", "int8", "fp4", "mxfp4"] | None = Field(
+        default=None, description="number format in which KV moves between workers; null: as it is cached"
+    )
     max_batch: PositiveInt = Field(default=16, description="sequences that a decode worker runs together")
+    speculative_tokens: int = Field(default=0, ge=0, le=16, description="tokens guessed ahead by prompt lookup; 0: none")
     link_gbps: float | None = Field(
         default=None, gt=0, description="slow every worker's link down to this; null leaves it alone"
     )
     link_latency_ms: float = Field(default=0.0, ge=0, description="delay added to every transfer")
+
+
+class StoreSection(Section):
+    host_mib: int = Field(default=1024, ge=0, description="memory of a host for KV that all its workers share; 0: none")
+    disk_directory: Path | None = Field(default=None, description="directory on a local disk for KV; null: none")
+    disk_mib: PositiveInt = Field(default=16384, description="what one worker keeps in disk_directory")
+    shared_paths: tuple[str, ...] = Field(
+        default=(), description="directories or URLs that every node sees, for KV; all clusters that name them share it"
+    )
+    shared_mib: PositiveInt = Field(default=65536, description="what all clusters together keep in shared_paths")
+    high_watermark: float = Field(default=0.95, gt=0, le=1, description="share of a tier's capacity where reclaim begins")
+    low_watermark: float = Field(default=0.85, gt=0, le=1, description="share of a tier's capacity where reclaim ends")
+    agent_retention_days: float = Field(default=3.0, ge=0, description="target of x-conductor-class: agent")
+    chat_retention_days: float = Field(default=7.0, ge=0, description="target of x-conductor-class: chat")
+    other_retention_days: float = Field(default=7.0, ge=0, description="target of every other class")
+    queue_blocks: PositiveInt = Field(default=4096, description="blocks that may wait to be written to one tier")
+    look_interval_s: PositiveFloat = Field(
+        default=60.0, description="how often a worker looks whether other clusters have changed shared_paths"
+    )
+    throttle_mib_per_s: PositiveFloat | None = Field(
+        default=None, description="slows disk and shared tier down, for tests and demonstrations"
+    )
 
 
 class FlightLogSection(Section):
@@ -124,6 +151,7 @@ class Config(Section):
     cluster: ClusterSection = ClusterSection()
     model: ModelSection = ModelSection()
     workers: WorkersSection = WorkersSection()
+    store: StoreSection = StoreSection()
     scheduler: SchedulerConfig = SchedulerConfig(slo=SLO(ttft_s=DEFAULT_TTFT_SLO_S))
     gateway: GatewaySettings = GatewaySettings()
     flight_log: FlightLogSection = FlightLogSection()

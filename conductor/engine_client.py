@@ -49,3 +49,6 @@ class EngineClient(Protocol):
         """The last decisions and what the last requests add up to, as JSON values; `core/overview.py` has the keys."""
 
     async def status(self) -> ClusterStatus: ...
+
+    async def cache_command(self, action: str, name: BlockHash | None) -> Mapping[str, Any]:
+        """What every worker answers to an operator's question about its tiers; see `gateway/admin_cache.py`."""

@@ -19,11 +19,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TextIO, TypeVar
 
 from conductor.codec import CodecError, decode, encode
 from conductor.core.commands import Command
 from conductor.core.events import Event
+
+if TYPE_CHECKING:
+    from conductor.config import FlightLogSection
 
 SCHEMA_VERSION = 1
 SUFFIX = ".flight.jsonl"
@@ -259,3 +262,16 @@ def _parse_record(data: dict[str, Any], where: str) -> Record:
         )
     except CodecError as error:
         raise FlightLogError(f"{where}: field {error.path}: {error.problem}") from None
+
+
+def flight_log_runs(section: FlightLogSection) -> RunDirectory | None:
+    """Where runs are recorded; None when they are not."""
+    if not section.enabled:
+        return None
+    directory = section.directory or default_flight_log_directory()
+    return RunDirectory(directory, section.segment_mib * 2**20, section.max_segments, section.keep_runs)
+
+
+def default_flight_log_directory() -> Path:
+    """$XDG_STATE_HOME/kv-conductor/flight, else ~/.local/state/kv-conductor/flight."""
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "kv-conductor" / "flight"

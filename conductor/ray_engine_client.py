@@ -19,7 +19,7 @@ from typing import Any
 
 from conductor.core.events import RequestFailed
 from conductor.core.messages import GenerationJob, TokenOutput
-from conductor.core.types import Decision, FinishReason, Placement, Rejection, RequestId, WorkerId
+from conductor.core.types import BlockHash, Decision, FinishReason, Placement, Rejection, RequestId, WorkerId
 from conductor.engine_client import ClusterStatus, HashPrompt
 from conductor.mailbox import Mailbox
 from conductor.notices import Notice, RejectionNotice, ResumeNotice, WorkerNotice
@@ -123,6 +123,10 @@ class RayEngineClient:
         except Exception as error:
             return ClusterStatus(False, f"the Conductor does not answer ({type(error).__name__})", model="")
         return status
+
+    async def cache_command(self, action: str, name: BlockHash | None) -> Mapping[str, Any]:
+        answers: Mapping[str, Any] = await self._conductor.cache_command.remote(action, name)
+        return answers
 
     # --- the cluster's side -------------------------------------------------------------------------------------------
 

@@ -302,7 +302,7 @@ class ConductorRuntime:
                 self._counters.workers_lost += 1
                 self._tell_everybody(WorkerNotice(event.worker_id, event.epoch, None))
         elif isinstance(event, ev.LoadReported) and event.worker_id in self._calls.workers:
-            self._calls.workers[event.worker_id].load = event.load
+            self._calls.workers[event.worker_id].hear(event)
 
     def _stop_deciding(self, error: Exception) -> None:
         logger.critical("the scheduler has stopped", exc_info=error)

@@ -1,7 +1,4 @@
-"""The scheduler as its live driver sees it.
-
-Whatever answers to this can be driven: the real one, or one that a test scripts.
-"""
+"""The scheduler as its live driver sees it, so that the driver can be tested around a scripted one."""
 
 from __future__ import annotations
 
@@ -14,6 +11,8 @@ from conductor.core.types import RequestId, WorkerId
 
 
 class SchedulerPort(Protocol):
+    """The scheduler, as its live driver sees it."""
+
     def handle(self, event: Event, now: float) -> list[Command]: ...
 
     def next_deadline(self) -> float | None: ...

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from conductor.cluster import Cluster, Progress, plan_workers
 from conductor.config import Config
+from conductor.connection import ClusterError
 from conductor.core.hashing import KVNamespace, hash_blocks
 from conductor.core.types import BlockHash
 from conductor.engine_client import HashPrompt
@@ -28,7 +29,6 @@ from conductor.gateway.logs import configure_logging
 from conductor.gateway.server import BindError, Server, bind, bind_admin, make_server
 from conductor.gateway.tls import TlsError, certificates
 from conductor.gateway.tracing import Tracing, TracingError, check_environment, tracing_from
-from conductor.ray_connection import ClusterError
 from conductor.ray_engine_client import RayEngineClient
 from models.errors import ModelError
 from models.folder import ModelCard, find_model, model_card
@@ -61,7 +61,7 @@ def prepare_model(config: Config) -> Prepared:
     """Find and verify the model, pulling the default one if need be. Raises `ModelError`."""
     folder = find_model(config.model.name)
     tokenizer = load_tokenizer_folder(folder.path)
-    card = model_card(folder, tokenizer, config.model.kv_dtype)
+    card = model_card(folder, tokenizer, config.model.kv_dtype, config.model.weights)
     hash_prompt = prompt_hasher(card.namespace, config.scheduler.block_tokens)
     served = ServedModel((card.name,), card.max_context, tokenizer, hash_prompt)
     weights_bytes = sum(path.stat().st_size for path in folder.path.glob("*.safetensors"))

@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
-from conductor.core.events import Event, RequestFailed, WorkerLost
-from conductor.core.types import RequestId, Role, WorkerId, WorkerLoad, WorkerSpec
+from conductor.core.events import Event, LoadReported, RequestFailed, WorkerLost
+from conductor.core.types import RequestId, Role, TierReport, WorkerId, WorkerLoad, WorkerSpec
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,16 @@ class Worker:
     epoch: int
     handle: Any
     load: WorkerLoad = field(default_factory=WorkerLoad)
+    tiers: tuple[TierReport, ...] = ()
     draining: bool = False
+
+    def hear(self, event: LoadReported) -> None:
+        """Take in how the worker is doing; a tier that begins to fail is news for people."""
+        known = {report.tier: report.failure for report in self.tiers}
+        for report in event.tiers:
+            if report.failure is not None and known.get(report.tier) != report.failure:
+                logger.error("worker %s, %s tier: %s", self.spec.id, report.tier.name.lower(), report.failure)
+        self.load, self.tiers = event.load, event.tiers
 
     def describe(self) -> dict[str, Any]:
         """The worker as JSON values."""
@@ -46,7 +55,15 @@ class Worker:
             "calibrated": self.spec.profile.calibrated,
             "capacity_blocks": {tier.name.lower(): blocks for tier, blocks in self.spec.capacity_blocks.items()},
             **asdict(self.load),
+            **{name: value for report in self.tiers for name, value in tier_figures(report).items()},
         }
+
+
+def tier_figures(report: TierReport) -> dict[str, Any]:
+    """A tier's numbers under its name, and whether and why it fails."""
+    name = report.tier.name.lower()
+    numbers = {f"{name}_{figure}": value for figure, value in asdict(report).items() if figure not in ("tier", "failure")}
+    return numbers | {f"{name}_failed": int(report.failure is not None), f"{name}_failure": report.failure}
 
 
 def no_event(message: str) -> None:
@@ -104,6 +121,15 @@ class WorkerCalls:
             self._post(failed(f"worker {worker_id} is gone"))
         else:
             self.call(worker, call, failed)
+
+    async def ask_everybody(self, call: Call) -> dict[WorkerId, Any]:
+        """The answer of every worker; a worker that gives none answers with its error."""
+        workers = dict(sorted(self.workers.items()))
+        answers = await asyncio.gather(*(call(worker.handle) for worker in workers.values()), return_exceptions=True)
+        return {
+            worker_id: {"error": f"{type(answer).__name__}: {answer}"} if isinstance(answer, BaseException) else answer
+            for worker_id, answer in zip(workers, answers, strict=True)
+        }
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` until it ends or `stop` is called."""

@@ -26,6 +26,7 @@ from models.config import ModelConfig, Rope
 from models.deepseek import Deepseek
 from models.deepseek_config import DeepseekConfig
 from models.errors import ModelFileError
+from models.latent_config import LATENT_ARCHITECTURE
 from models.llama import Llama
 from models.rotary import frequencies, rotary_tables, rotate
 
@@ -86,7 +87,21 @@ def convert_to_latent(
     rope_dim: int,
     reach_tokens: int = 512,
 ) -> Deepseek:
-    """`model`, whose fused weights are `weights`, with `rank` + `rope_dim` numbers a token and layer.
+    """`model`, whose fused weights are `weights`, with `rank` + `rope_dim` numbers a token and layer; see `latent_model`."""
+    config, converted = latent_model(model, weights, calibration, rank=rank, rope_dim=rope_dim, reach_tokens=reach_tokens)
+    return Deepseek(config, converted, model.layout.dtype)
+
+
+def latent_model(
+    model: Llama,
+    weights: Mapping[str, Tensor],
+    calibration: Calibration,
+    *,
+    rank: int,
+    rope_dim: int,
+    reach_tokens: int = 512,
+) -> tuple[DeepseekConfig, dict[str, Tensor]]:
+    """Configuration and fused weights of the conversion.
 
     Raises `ModelFileError` for what cannot be converted: normed or biased keys, windows, sizes that do not fit.
     """
@@ -106,7 +121,7 @@ def convert_to_latent(
         first = torch.cat((queries.flatten(0, 1), down @ rows, parts.keys(rotation.rotary)))
         converted[f"layers.{layer}.query_kv_a.weight"] = first
         converted[f"layers.{layer}.kv_b.weight"] = _per_head(up, config, still_keys.shape[1])
-    return Deepseek(target, converted, model.layout.dtype)
+    return target, converted
 
 
 def _check(config: ModelConfig, rank: int, rope_dim: int) -> None:
@@ -121,7 +136,7 @@ def _check(config: ModelConfig, rank: int, rope_dim: int) -> None:
 
 def _target_config(config: ModelConfig, rank: int, rope_dim: int, turning: tuple[float, ...]) -> DeepseekConfig:
     return DeepseekConfig(
-        architecture=config.architecture,
+        architecture=LATENT_ARCHITECTURE,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -138,7 +153,9 @@ def _target_config(config: ModelConfig, rank: int, rope_dim: int, turning: tuple
         softmax_scale=config.head_dim**-0.5,
         dense_layers=config.num_layers,
         moe=None,
+        interleaved=False,
         tied_embeddings=config.tied_embeddings,
+        latent_norm=False,
     )
 
 

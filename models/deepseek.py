@@ -18,7 +18,9 @@ from torch import Tensor
 from models.base import CausalLM, ForwardBatch, KVLayout, PagedKVCache
 from models.deepseek_config import DeepseekConfig
 from models.latent_attention import Expansion, Form, LatentShape, attend_latent, split_expansion, write_entries
-from models.mixture import GatedWeights, MixtureWeights, gated, mixture
+from models.linear import Linear, Projections
+from models.mixture import Gated, MixtureWeights, mixture
+from models.ops import rms_norm
 from models.paged_attention import last_token_plan, plan_batch
 from models.rotary import rotary_tables, rotate
 from models.weights import EMBED, FINAL_NORM, HEAD
@@ -30,16 +32,14 @@ class _Layer:
     a model was converted to latent attention."""
 
     attention_norm: Tensor
-    query_kv_a: Tensor
-    query_kv_a_bias: Tensor | None
+    query_kv_a: Linear
     query_a_norm: Tensor | None
-    query_b: Tensor | None
+    query_b: Linear | None
     kv_a_norm: Tensor | None
     expansion: Expansion
-    output: Tensor
-    output_bias: Tensor | None
+    output: Linear
     feed_forward_norm: Tensor
-    feed_forward: GatedWeights | MixtureWeights
+    feed_forward: Gated | MixtureWeights
 
 
 class Deepseek(CausalLM):
@@ -51,6 +51,7 @@ class Deepseek(CausalLM):
         weights: Mapping[str, Tensor],
         kv_dtype: torch.dtype = torch.float32,
         form: Form = Form.CHEAPER,
+        weight_format: str = "full",
     ) -> None:
         self.config = config
         self.vocab_size = config.vocab_size
@@ -61,8 +62,9 @@ class Deepseek(CausalLM):
         self._shape = _latent_shape(config)
         self._embed = weights[EMBED]
         self._norm = weights[FINAL_NORM]
-        self._head = self._embed if config.tied_embeddings else weights[HEAD]
-        self._layers = [_layer(config, weights, self._shape, index) for index in range(config.num_layers)]
+        project = Projections(weights, weight_format)
+        self._head = project(EMBED if config.tied_embeddings else HEAD)
+        self._layers = [_layer(config, weights, project, self._shape, index) for index in range(config.num_layers)]
         self._cos, self._sin = rotary_tables(config.rope, self._embed.device, self._embed.dtype)
 
     @torch.inference_mode()
@@ -81,32 +83,32 @@ class Deepseek(CausalLM):
                 plan = last_token_plan(batch, plan, cache, self._embed.dtype)
             attended = attend_latent(queries, entries, plan, self._shape, layer.expansion, self._form)
             hidden = self._finish_layer(layer, hidden, attended)
-        return F.linear(self._normed(hidden, self._norm), self._head).float()
+        return self._head(self._normed(hidden, self._norm)).float()
 
     def _project(self, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         config = self.config
-        first = F.linear(self._normed(hidden, layer.attention_norm), layer.query_kv_a, layer.query_kv_a_bias)
+        first = layer.query_kv_a(self._normed(hidden, layer.attention_norm))
         query_size = first.shape[-1] - config.kv_rank - config.rope_dim
         queries, latents, rope_keys = first.tensor_split((query_size, query_size + config.kv_rank), dim=-1)
         if layer.query_a_norm is not None and layer.query_b is not None:
-            queries = F.linear(self._normed(queries, layer.query_a_norm), layer.query_b)
+            queries = layer.query_b(self._normed(queries.contiguous(), layer.query_a_norm))
         queries = queries.view(len(hidden), config.num_heads, config.query_dim)
         nope, rope = queries.tensor_split((config.nope_dim,), dim=-1)
         queries = torch.cat((nope, rotate(rope, cos, sin)), dim=-1)
         if layer.kv_a_norm is not None:
-            latents = self._normed(latents, layer.kv_a_norm)
+            latents = self._normed(latents.contiguous(), layer.kv_a_norm)
         return queries, latents, rotate(rope_keys[:, None], cos, sin)[:, 0]
 
     def _finish_layer(self, layer: _Layer, hidden: Tensor, attended: Tensor) -> Tensor:
-        hidden = hidden + F.linear(attended.flatten(1), layer.output, layer.output_bias)
+        hidden = hidden + layer.output(attended.flatten(1))
         normed = self._normed(hidden, layer.feed_forward_norm)
-        if isinstance(layer.feed_forward, GatedWeights):
-            return hidden + gated(normed, layer.feed_forward.gate_up, layer.feed_forward.down)
+        if isinstance(layer.feed_forward, Gated):
+            return hidden + layer.feed_forward(normed)
         assert self.config.moe is not None
         return hidden + mixture(normed, layer.feed_forward, self.config.moe)
 
     def _normed(self, values: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(values, (values.shape[-1],), weight, self.config.norm_eps)
+        return rms_norm(values, weight, self.config.norm_eps)
 
 
 def _latent_shape(config: DeepseekConfig) -> LatentShape:
@@ -120,34 +122,37 @@ def _latent_shape(config: DeepseekConfig) -> LatentShape:
     )
 
 
-def _layer(config: DeepseekConfig, weights: Mapping[str, Tensor], shape: LatentShape, index: int) -> _Layer:
+def _layer(
+    config: DeepseekConfig, weights: Mapping[str, Tensor], project: Projections, shape: LatentShape, index: int
+) -> _Layer:
     prefix = f"layers.{index}."
     return _Layer(
         attention_norm=weights[prefix + "attention_norm.weight"],
-        query_kv_a=weights[prefix + "query_kv_a.weight"],
-        query_kv_a_bias=weights.get(prefix + "query_kv_a.bias"),
+        query_kv_a=project(prefix + "query_kv_a.weight"),
         query_a_norm=weights.get(prefix + "query_a_norm.weight"),
-        query_b=weights.get(prefix + "query_b.weight"),
+        query_b=project(prefix + "query_b.weight") if prefix + "query_b.weight" in weights else None,
         kv_a_norm=weights.get(prefix + "kv_a_norm.weight"),
         expansion=split_expansion(weights[prefix + "kv_b.weight"], shape),
-        output=weights[prefix + "output.weight"],
-        output_bias=weights.get(prefix + "output.bias"),
+        output=project(prefix + "output.weight"),
         feed_forward_norm=weights[prefix + "feed_forward_norm.weight"],
-        feed_forward=_feed_forward(config, weights, prefix, index),
+        feed_forward=_feed_forward(config, weights, project, prefix, index),
     )
 
 
 def _feed_forward(
-    config: DeepseekConfig, weights: Mapping[str, Tensor], prefix: str, index: int
-) -> GatedWeights | MixtureWeights:
-    def pair(name: str) -> GatedWeights:
-        return GatedWeights(weights[f"{prefix}{name}gate_up.weight"], weights[f"{prefix}{name}down.weight"])
+    config: DeepseekConfig, weights: Mapping[str, Tensor], project: Projections, prefix: str, index: int
+) -> Gated | MixtureWeights:
+    def pair(name: str) -> Gated:
+        return Gated(project(f"{prefix}{name}gate_up.weight"), project(f"{prefix}{name}down.weight"))
 
-    if config.is_dense(index):
+    if config.is_dense(index) or config.moe is None:
         return pair("")
     return MixtureWeights(
         router=weights[prefix + "router.weight"],
         router_bias=weights.get(prefix + "router.bias"),
         shared=pair("shared."),
-        experts=pair("experts."),
+        experts=tuple(
+            Gated(project(f"{prefix}experts.gate_up.weight", expert), project(f"{prefix}experts.down.weight", expert))
+            for expert in range(config.moe.routed_experts)
+        ),
     )

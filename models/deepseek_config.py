@@ -55,7 +55,8 @@ class MoEConfig:
 
 @dataclass(frozen=True, slots=True)
 class DeepseekConfig:
-    """`query_rank` None: queries are projected directly. `interleaved`: the file's rotary dimensions are paired (2i, 2i+1)."""
+    """`query_rank` None: queries are projected directly. `interleaved`: the file's rotary dimensions are paired (2i, 2i+1).
+    `latent_norm`: latents are normed before they are cached."""
 
     architecture: str
     vocab_size: int
@@ -77,6 +78,7 @@ class DeepseekConfig:
     interleaved: bool = True
     attention_bias: bool = False
     tied_embeddings: bool = False
+    latent_norm: bool = True
 
     def __post_init__(self) -> None:
         if self.rope_dim % 2:

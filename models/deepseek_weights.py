@@ -47,7 +47,8 @@ def _attention(config: DeepseekConfig, ours: str, theirs: str, get: Callable[[st
     if config.query_rank is not None:
         yield f"{ours}query_a_norm.weight", get(f"{theirs}q_a_layernorm.weight")
         yield f"{ours}query_b.weight", _query_halves(config, get(f"{theirs}q_b_proj.weight"))
-    yield f"{ours}kv_a_norm.weight", get(f"{theirs}kv_a_layernorm.weight")
+    if config.latent_norm:
+        yield f"{ours}kv_a_norm.weight", get(f"{theirs}kv_a_layernorm.weight")
     yield f"{ours}kv_b.weight", get(f"{theirs}kv_b_proj.weight")
 
 
@@ -102,10 +103,11 @@ def _attention_shapes(config: DeepseekConfig) -> dict[str, tuple[int, ...]]:
         "attention_norm.weight": (hidden,),
         "feed_forward_norm.weight": (hidden,),
         "query_kv_a.weight": (first, hidden),
-        "kv_a_norm.weight": (config.kv_rank,),
         "kv_b.weight": (heads * (config.nope_dim + config.value_dim), config.kv_rank),
         "output.weight": (hidden, heads * config.value_dim),
     }
+    if config.latent_norm:
+        shapes["kv_a_norm.weight"] = (config.kv_rank,)
     if config.query_rank is not None:
         shapes |= {"query_a_norm.weight": (config.query_rank,), "query_b.weight": (queries, config.query_rank)}
     if config.attention_bias:

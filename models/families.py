@@ -9,6 +9,7 @@ from models.config import HF_ARCHITECTURES, ModelConfig, config_from_hf
 from models.deepseek_config import DEEPSEEK_ARCHITECTURES, DeepseekConfig, deepseek_from_hf
 from models.errors import ModelFileError
 from models.gemma_config import GEMMA_ARCHITECTURES, gemma_from_hf
+from models.latent_config import LATENT_ARCHITECTURE, latent_from_hf
 
 DecoderConfig: TypeAlias = ModelConfig | DeepseekConfig
 
@@ -21,7 +22,9 @@ def config_of_folder(values: Mapping[str, Any], source: str) -> DecoderConfig:
         return config_from_hf(values, source)
     if name in DEEPSEEK_ARCHITECTURES:
         return deepseek_from_hf(values, source)
+    if name == LATENT_ARCHITECTURE:
+        return latent_from_hf(values, source)
     if name in GEMMA_ARCHITECTURES:
         return gemma_from_hf(values, source)
-    allowed = ", ".join((*HF_ARCHITECTURES, *GEMMA_ARCHITECTURES, *DEEPSEEK_ARCHITECTURES))
+    allowed = ", ".join((*HF_ARCHITECTURES, *GEMMA_ARCHITECTURES, *DEEPSEEK_ARCHITECTURES, LATENT_ARCHITECTURE))
     raise ModelFileError(f"{source}: architectures {'is missing' if found is None else f'is {found!r}'}; allowed: {allowed}")

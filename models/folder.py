@@ -61,12 +61,12 @@ def load_tokenizer(name_or_path: str) -> TextTokenizer:
     return load_tokenizer_folder(find_model(name_or_path).path)
 
 
-def load_card(name_or_path: str, kv_dtype: str = "float32") -> ModelCard:
+def load_card(name_or_path: str, kv_dtype: str = "float32", weight_format: str = "full") -> ModelCard:
     folder = find_model(name_or_path)
-    return model_card(folder, load_tokenizer_folder(folder.path), kv_dtype)
+    return model_card(folder, load_tokenizer_folder(folder.path), kv_dtype, weight_format)
 
 
-def model_card(folder: ModelFolder, tokenizer: TextTokenizer, kv_dtype: str) -> ModelCard:
+def model_card(folder: ModelFolder, tokenizer: TextTokenizer, kv_dtype: str, weight_format: str = "full") -> ModelCard:
     if kv_dtype not in KV_DTYPES:
         raise ModelFileError(f"kv_dtype is {kv_dtype!r}; allowed: {', '.join(KV_DTYPES)}")
     config = folder.config
@@ -84,6 +84,7 @@ def model_card(folder: ModelFolder, tokenizer: TextTokenizer, kv_dtype: str) -> 
             tokenizer.fingerprint,
             kv_dtype,
             f"{config.layout_name}-{config.layout_version}",
+            *(() if weight_format == "full" else (f"weights-{weight_format}",)),
         ),
     )
 

@@ -9,6 +9,10 @@ how many bytes a row takes, are those of `models.kv_layout`:
 - fp4: e2m1 numbers, two a byte, one e4m3 scale for 16 elements, rounded up so that nothing is clipped;
 - mxfp4: e2m1 numbers, one power-of-two scale for 32 elements, as the OCP microscaling formats have it.
 
+Scaled formats turn every head's numbers by an orthogonal (Hadamard) rotation first, and back after decoding. Keys have a few
+channels far larger than the others, in which queries are large too; rounding relative to a number's own size errs most exactly
+there. Rotated, the error is the same in sum and spread over all channels, and attention scores move less.
+
 `max_error` bounds what a round trip may change. State of infinities or NaN is refused: it would spoil its group's scale.
 """
 
@@ -17,17 +21,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from models.base import KVLayout
 from models.kv_layout import NumberFormat, number_format
 
 _PLAIN = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1, by code; bit 3 is the sign
 _FP4_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _E4M3_TINIEST = 2.0**-9
+_ROTATED_ELEMENTS = 64  # at most so many are turned together: a head of most models
 _E8M0_BIAS = 127
 _E8M0_LARGEST = 254  # 255 is NaN
 
@@ -121,14 +128,28 @@ _SCALES = {
 }
 
 
-class KVCodec:
-    """Encodes rows of `elements` numbers in the format `name`. Holds no state: may be shared between threads."""
+@cache
+def _hadamard(size: int) -> Tensor:
+    """The symmetric orthogonal matrix of `size` (a power of two) whose entries all have one magnitude: its own inverse."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
+    return matrix / math.sqrt(size)
 
-    def __init__(self, name: str, elements: int) -> None:
+
+class KVCodec:
+    """Encodes rows of `elements` numbers in the format `name`. Holds no state: may be shared between threads.
+
+    `rotate` False leaves out the rotation of scaled formats. Groups of the largest power of two that divides `elements`, up to
+    64, are turned together.
+    """
+
+    def __init__(self, name: str, elements: int, *, rotate: bool = True) -> None:
         if elements < 1:
             raise ValueError(f"elements is {elements}; allowed: a positive number")
         self.format: NumberFormat = number_format(name)
         self.elements = elements
+        self._turned = math.gcd(elements, _ROTATED_ELEMENTS) if rotate and self.format.group is not None else 1
 
     @property
     def row_bytes(self) -> int:
@@ -140,7 +161,7 @@ class KVCodec:
             raise ValueError(f"rows have {rows.shape[-1]} elements; this codec was made for {self.elements}")
         if self.format.group is None:
             return rows.to(_PLAIN[self.format.name]).contiguous().view(torch.uint8)
-        groups = self._grouped(rows.float())
+        groups = self._grouped(self._rotated(rows.float()))
         largest = groups.abs().amax(dim=-1)
         if not bool(torch.isfinite(largest).all()):
             raise ValueError(f"rows hold infinities or NaN; {self.format.name} encodes finite numbers only")
@@ -162,7 +183,7 @@ class KVCodec:
         numbers, scales = packed.tensor_split((self.row_bytes - groups * self.format.scale_bytes,), dim=-1)
         scale = _SCALES[self.format.name][1](scales.reshape(*scales.shape[:-1], groups, self.format.scale_bytes))
         values = _NUMBERS[self.format.name].unpack(numbers.contiguous())[..., : self.elements]
-        return self._ungrouped(self._grouped(values) * scale[..., None], even=False).to(dtype)
+        return self._rotated(self._ungrouped(self._grouped(values) * scale[..., None], even=False)).to(dtype)
 
     def max_error(self, rows: Tensor) -> Tensor:
         """[..., elements]: no element of `rows` may differ by more after a round trip (in exact arithmetic)."""
@@ -171,13 +192,28 @@ class KVCodec:
             info = torch.finfo(_PLAIN[self.format.name])
             return rows.abs() * info.eps / 2 + info.smallest_normal * info.eps
         numbers = _NUMBERS[self.format.name]
-        groups = self._grouped(rows)
+        groups = self._grouped(self._rotated(rows))
         write, read = _SCALES[self.format.name]
         needed = groups.abs().amax(dim=-1) / numbers.largest
         scale = read(write(needed))[..., None]
         clipped = (groups.abs() - scale * numbers.largest).clamp(min=0.0)
         rounding = torch.maximum(groups.abs() * numbers.half_step_relative, scale * numbers.half_step_absolute)
-        return self._ungrouped(rounding + clipped, even=False)
+        return self._spread(self._ungrouped(rounding + clipped, even=False))
+
+    def _rotated(self, rows: Tensor) -> Tensor:
+        """The rows turned, or turned back."""
+        if self._turned == 1:
+            return rows
+        turned = rows.reshape(*rows.shape[:-1], -1, self._turned) @ _hadamard(self._turned).to(rows.device)
+        return turned.flatten(-2)
+
+    def _spread(self, errors: Tensor) -> Tensor:
+        """What errors of at most this much in the rotated numbers come to in each of the numbers themselves."""
+        if self._turned == 1:
+            return errors
+        groups = errors.reshape(*errors.shape[:-1], -1, self._turned)
+        together = groups.sum(dim=-1, keepdim=True) / math.sqrt(self._turned)
+        return together.expand(*together.shape[:-1], self._turned).flatten(-2)
 
     def _grouped(self, rows: Tensor) -> Tensor:
         """[..., groups, group], the last group padded with zeros."""
@@ -188,3 +224,42 @@ class KVCodec:
     def _ungrouped(self, groups: Tensor, *, even: bool) -> Tensor:
         """The elements without padding, save for one if `even` asks for an even number of them."""
         return groups.flatten(-2)[..., : self.elements + (self.elements % 2 if even and self.format.bits == 4 else 0)]
+
+
+class BlockCodec:
+    """The same for whole blocks of a paged cache, as bytes that a tier stores or a transport moves in place of the cache's own.
+
+    Both ways take and give uint8 [blocks, bytes of a block in one layer]: a caller knows sizes, and nothing of numbers.
+    """
+
+    def __init__(self, name: str, layout: KVLayout, block_tokens: int) -> None:
+        self._codec = KVCodec(name, layout.elements)
+        self._dtype = layout.dtype
+        self._block_tokens = block_tokens
+        self.layer_block_bytes = block_tokens * self._codec.row_bytes
+        self.plain_layer_block_bytes = block_tokens * layout.elements * layout.dtype.itemsize
+
+    @property
+    def name(self) -> str:
+        return self._codec.format.name
+
+    @property
+    def keeps_bits(self) -> bool:
+        """Whether decoding gives back exactly what was encoded."""
+        return _PLAIN.get(self.name) in (self._dtype, torch.float32)
+
+    def encode(self, blocks: Tensor) -> Tensor:
+        """Raises `ValueError` for other sizes, or numbers that are not finite in a format with scales."""
+        self._check(blocks, self.plain_layer_block_bytes)
+        rows = blocks.contiguous().view(self._dtype).view(len(blocks), self._block_tokens, -1)
+        return self._codec.encode(rows).flatten(1)
+
+    def decode(self, packed: Tensor) -> Tensor:
+        self._check(packed, self.layer_block_bytes)
+        rows = packed.view(len(packed), self._block_tokens, -1)
+        return self._codec.decode(rows, self._dtype).flatten(1).contiguous().view(torch.uint8)
+
+    @staticmethod
+    def _check(blocks: Tensor, size: int) -> None:
+        if blocks.dtype != torch.uint8 or blocks.ndim != 2 or blocks.shape[1] != size:
+            raise ValueError(f"blocks are {blocks.dtype} {tuple(blocks.shape)}; expected uint8 [blocks, {size}]")

@@ -16,8 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from models import native_kernels
 from models.base import CausalLM, ForwardBatch, KVLayout, PagedKVCache
 from models.config import ModelConfig, Rope
+from models.linear import Linear, Projections
+from models.ops import gated_silu, rms_norm
 from models.paged_attention import PLAIN_SOFTMAX, BatchPlan, Softmax, attend, last_token_plan, plan_batch, write_kv
 from models.rotary import rotary_tables, rotate
 from models.weights import EMBED, FINAL_NORM, HEAD
@@ -29,22 +32,26 @@ class _Layer:
 
     attention_norm: Tensor
     attended_norm: Tensor | None
-    qkv: Tensor
-    qkv_bias: Tensor | None
+    qkv: Linear
     query_norm: Tensor | None
     key_norm: Tensor | None
-    output: Tensor
-    output_bias: Tensor | None
+    output: Linear
     feed_forward_norm: Tensor
     fed_norm: Tensor | None
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Linear
+    down: Linear
 
 
 class Llama(CausalLM):
     """A decoder of the Llama family. `weights` holds the fused tensors, all on one device and of one dtype."""
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], kv_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, Tensor],
+        kv_dtype: torch.dtype = torch.float32,
+        weight_format: str = "full",
+    ) -> None:
         self.config = config
         self.vocab_size = config.vocab_size
         self.max_context = config.max_context
@@ -52,8 +59,9 @@ class Llama(CausalLM):
         self.layout = KVLayout(config.layout_name, config.layout_version, config.num_layers, token_shape, kv_dtype)
         self._embed = weights[EMBED]
         self._norm = weights[FINAL_NORM]
-        self._head = self._embed if config.tied_embeddings else weights[HEAD]
-        self._layers = [_layer(weights, i) for i in range(config.num_layers)]
+        project = Projections(weights, weight_format)
+        self._head = project(EMBED if config.tied_embeddings else HEAD)
+        self._layers = [_layer(weights, project, i) for i in range(config.num_layers)]
         self._windows = [config.window(i) for i in range(config.num_layers)]
         ropes = {window: self._rope(window) for window in set(self._windows)}
         self._tables = {window: rotary_tables(rope, self._embed.device, self._embed.dtype) for window, rope in ropes.items()}
@@ -75,9 +83,8 @@ class Llama(CausalLM):
         for index, (layer, kv) in enumerate(zip(self._layers, cache.layers, strict=True)):
             window = self._windows[index]
             plan = plans[window]
-            queries, keys, values = self._project(layer, hidden, *angles[window])
-            if not batch.replay or window is not None:
-                write_kv(kv, plan.slots, keys, values)
+            store = not batch.replay or window is not None
+            queries = self._project(layer, hidden, angles[window], kv, plan.slots if store else None)
             if on_layer is not None:
                 on_layer(index)
             if index == len(self._layers) - 1 and not batch.all_logits and len(plan.last_rows) < len(hidden):
@@ -91,24 +98,39 @@ class Llama(CausalLM):
         return hidden if self.config.gemma is None else hidden * self.config.gemma.embedding_scale
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        logits = F.linear(self._normed(hidden, self._norm), self._head).float()
+        logits = self._head(self._normed(hidden, self._norm)).float()
         cap = None if self.config.gemma is None else self.config.gemma.logit_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def _project(self, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        heads, kv_heads, dim = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
-        qkv = F.linear(self._normed(hidden, layer.attention_norm), layer.qkv, layer.qkv_bias)
-        queries_keys, values = qkv.view(len(hidden), -1, dim).tensor_split((heads + kv_heads,), dim=1)
+    def _project(
+        self, layer: _Layer, hidden: Tensor, angles: tuple[Tensor, Tensor], kv: Tensor, slots: Tensor | None
+    ) -> Tensor:
+        """The queries [tokens, heads, head_dim]. Keys and values are written to `slots` of a layer's cache unless None."""
+        heads, dim = self.config.num_heads, self.config.head_dim
+        qkv = layer.qkv(self._normed(hidden, layer.attention_norm))
+        if slots is not None and layer.query_norm is None and native_kernels.stores(kv):
+            kernels = native_kernels.usable(qkv)
+            if kernels is not None:
+                kernels.rotate_and_store(qkv, angles, kv, slots, heads)
+                return qkv.view(len(hidden), -1, dim)[:, :heads]
+        queries, keys, values = self._turned(layer, qkv.view(len(hidden), -1, dim), angles)
+        if slots is not None:
+            write_kv(kv, slots, keys, values)
+        return queries
+
+    def _turned(self, layer: _Layer, qkv: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys, normed where the architecture norms them, by their tokens' angles; values."""
+        heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
+        queries_keys, values = qkv.tensor_split((heads + kv_heads,), dim=1)
         if layer.query_norm is not None and layer.key_norm is not None:
-            queries, keys = queries_keys.tensor_split((heads,), dim=1)
-            normed = self._normed(queries, layer.query_norm), self._normed(keys, layer.key_norm)
-            queries_keys = torch.cat(normed, dim=1)
-        queries, keys = rotate(queries_keys, cos, sin).tensor_split((heads,), dim=1)
+            queries, keys = (part.contiguous() for part in queries_keys.tensor_split((heads,), dim=1))
+            queries_keys = torch.cat((self._normed(queries, layer.query_norm), self._normed(keys, layer.key_norm)), dim=1)
+        queries, keys = rotate(queries_keys, *angles).tensor_split((heads,), dim=1)
         return queries, keys, values
 
     def _finish_layer(self, layer: _Layer, hidden: Tensor, queries: Tensor, kv: Tensor, plan: BatchPlan) -> Tensor:
         attended = attend(queries, kv, plan, self._softmax).reshape(len(hidden), -1)
-        attended = F.linear(attended, layer.output, layer.output_bias)
+        attended = layer.output(attended)
         if layer.attended_norm is not None:
             attended = self._normed(attended, layer.attended_norm)
         hidden = hidden + attended
@@ -116,27 +138,27 @@ class Llama(CausalLM):
         return hidden.add_(fed if layer.fed_norm is None else self._normed(fed, layer.fed_norm))
 
     def _feed_forward(self, layer: _Layer, hidden: Tensor) -> Tensor:
-        gate, up = F.linear(hidden, layer.gate_up).chunk(2, dim=-1)
-        gate = F.silu(gate, inplace=True) if self.config.gemma is None else F.gelu(gate, approximate="tanh")
-        return F.linear(gate.mul_(up), layer.down)
+        gate_up = layer.gate_up(hidden)
+        if self.config.gemma is None:
+            return layer.down(gated_silu(gate_up))
+        gate, up = gate_up.chunk(2, dim=-1)
+        return layer.down(F.gelu(gate, approximate="tanh").mul_(up))
 
     def _normed(self, values: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(values, (values.shape[-1],), weight, self.config.norm_eps)
+        return rms_norm(values, weight, self.config.norm_eps)
 
 
-def _layer(weights: Mapping[str, Tensor], index: int) -> _Layer:
+def _layer(weights: Mapping[str, Tensor], project: Projections, index: int) -> _Layer:
     prefix = f"layers.{index}."
     return _Layer(
         attention_norm=weights[prefix + "attention_norm.weight"],
         attended_norm=weights.get(prefix + "attended_norm.weight"),
-        qkv=weights[prefix + "qkv.weight"],
-        qkv_bias=weights.get(prefix + "qkv.bias"),
+        qkv=project(prefix + "qkv.weight"),
         query_norm=weights.get(prefix + "query_norm.weight"),
         key_norm=weights.get(prefix + "key_norm.weight"),
-        output=weights[prefix + "output.weight"],
-        output_bias=weights.get(prefix + "output.bias"),
+        output=project(prefix + "output.weight"),
         feed_forward_norm=weights[prefix + "feed_forward_norm.weight"],
         fed_norm=weights.get(prefix + "fed_norm.weight"),
-        gate_up=weights[prefix + "gate_up.weight"],
-        down=weights[prefix + "down.weight"],
+        gate_up=project(prefix + "gate_up.weight"),
+        down=project(prefix + "down.weight"),
     )

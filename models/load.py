@@ -14,6 +14,7 @@ from models.errors import ModelFileError
 from models.families import DecoderConfig
 from models.folder import ModelCard, find_model, model_card
 from models.hf_folder import load_weights
+from models.linear import WEIGHT_FORMATS
 from models.llama import Llama
 from models.pull import DEFAULT_MODEL
 from models.tokenizer import TextTokenizer, load_tokenizer_folder
@@ -29,20 +30,34 @@ class LoadedModel:
 
 
 def load_model(
-    name_or_path: str = DEFAULT_MODEL, *, device: str = "cpu", dtype: str = "float32", kv_dtype: str = "float32"
+    name_or_path: str = DEFAULT_MODEL,
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    kv_dtype: str = "float32",
+    weight_format: str = "full",
 ) -> LoadedModel:
-    """Load a model. Dtypes are named: float32, bfloat16, float16. Raises `ModelError` with one line for people."""
+    """Load a model. Dtypes are named: float32, bfloat16, float16; weights stay in full or become int8, which is for float32 on
+    the CPU. Raises `ModelError` with one line for people."""
+    _check_weight_format(weight_format, device, dtype)
     folder = find_model(name_or_path)
     tokenizer = load_tokenizer_folder(folder.path)
-    card = model_card(folder, tokenizer, kv_dtype)
+    card = model_card(folder, tokenizer, kv_dtype, weight_format)
     weights = load_weights(folder, torch.device(device), _torch_dtype("dtype", dtype))
-    return LoadedModel(_build(folder.config, weights, _torch_dtype("kv_dtype", kv_dtype)), tokenizer, card)
+    return LoadedModel(_build(folder.config, weights, _torch_dtype("kv_dtype", kv_dtype), weight_format), tokenizer, card)
 
 
-def _build(config: DecoderConfig, weights: dict[str, Tensor], kv_dtype: torch.dtype) -> CausalLM:
+def _build(config: DecoderConfig, weights: dict[str, Tensor], kv_dtype: torch.dtype, weight_format: str) -> CausalLM:
     if isinstance(config, DeepseekConfig):
-        return Deepseek(config, weights, kv_dtype)
-    return Llama(config, weights, kv_dtype)
+        return Deepseek(config, weights, kv_dtype, weight_format=weight_format)
+    return Llama(config, weights, kv_dtype, weight_format)
+
+
+def _check_weight_format(weight_format: str, device: str, dtype: str) -> None:
+    if weight_format not in WEIGHT_FORMATS:
+        raise ModelFileError(f"weights is {weight_format!r}; allowed: {', '.join(WEIGHT_FORMATS)}")
+    if weight_format == "int8" and (device, dtype) != ("cpu", "float32"):
+        raise ModelFileError(f"weights is 'int8' with device {device!r} and dtype {dtype!r}; allowed: cpu and float32")
 
 
 def _torch_dtype(field: str, name: str) -> torch.dtype:

@@ -7,6 +7,7 @@ expert, so that an expert's weights are read once a batch, and experts without t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,32 +15,32 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.deepseek_config import MoEConfig, Routing
+from models.linear import Linear
+from models.ops import gated_silu
 
 
 @dataclass(frozen=True, slots=True)
-class GatedWeights:
-    """A gated feed-forward: gate and up in one matrix; stacked along a first axis where several experts share a tensor."""
+class Gated:
+    """A gated feed-forward: gate and up in one projection."""
 
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Linear
+    down: Linear
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return self.down(gated_silu(self.gate_up(hidden)))
 
 
 @dataclass(frozen=True, slots=True)
 class MixtureWeights:
     router: Tensor
     router_bias: Tensor | None
-    shared: GatedWeights
-    experts: GatedWeights
-
-
-def gated(hidden: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    gate, up = F.linear(hidden, gate_up).chunk(2, dim=-1)
-    return F.linear(F.silu(gate) * up, down)
+    shared: Gated
+    experts: Sequence[Gated]
 
 
 def mixture(hidden: Tensor, weights: MixtureWeights, config: MoEConfig) -> Tensor:
     """The feed-forward of `hidden` [tokens, hidden size]."""
-    out = gated(hidden, weights.shared.gate_up, weights.shared.down)
+    out = weights.shared(hidden)
     experts, shares = route(hidden, weights, config)
     order = experts.flatten().argsort(stable=True)
     tokens = order // config.experts_per_token
@@ -48,7 +49,7 @@ def mixture(hidden: Tensor, weights: MixtureWeights, config: MoEConfig) -> Tenso
     for expert, count in enumerate(experts.flatten().bincount(minlength=config.routed_experts).tolist()):
         if count:
             chosen = tokens[start : start + count]
-            result = gated(hidden[chosen], weights.experts.gate_up[expert], weights.experts.down[expert])
+            result = weights.experts[expert](hidden[chosen])
             out.index_add_(0, chosen, result * shares[start : start + count, None])
         start += count
     return out

@@ -20,7 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from models import native_kernels
 from models.base import ForwardBatch, PagedKVCache
+from models.native_kernels import Kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +57,16 @@ class ChunkWork:
 
 @dataclass(frozen=True, slots=True)
 class DecodeWork:
-    """All sequences with one new token. `run` replaces `tables` when there is one sequence; `mask` [sequences, 1, 1, context]
-    hides the padding and what lies before the window; None when there is neither."""
+    """All sequences with one new token, which sees tokens `first` to `lengths` of the blocks in its row of `tables`.
+
+    `run` replaces `tables` when there is one sequence; `mask` [sequences, 1, 1, context] hides the padding and what lies before
+    the window; None when there is neither.
+    """
 
     rows: Tensor
     tables: Tensor
+    first: Tensor
+    lengths: Tensor
     run: BlockRun | None
     max_tokens: int
     mask: Tensor | None
@@ -86,23 +93,31 @@ def plan_batch(batch: ForwardBatch, cache: PagedKVCache, dtype: torch.dtype, win
     is too short or out of range."""
     _check_batch(batch, cache)
     device, size = cache.layers[0].device, cache.block_tokens
-    positions, slots, chunks, single = [], [], [], []
+    chunks, single = [], []
     row = 0
-    for sequence, seen in enumerate(_seen(batch, size, window)):
-        context, new = batch.context_lens[sequence], batch.query_lens[sequence]
-        position = torch.arange(context, context + new)
-        table = torch.as_tensor(batch.block_tables[sequence], dtype=torch.long)
-        positions.append(position)
-        slots.append(table[position // size] * size + position % size)
+    for new, seen in zip(batch.query_lens, _seen(batch, size, window), strict=True):
         if new == 1:
             single.append((row, seen))
         else:
             run = _block_run(seen.table, seen.total, size, device)
             chunks.append(ChunkWork(row, row + new, run, _mask(seen, device, dtype)))
         row += new
+    positions, slots = _places(batch, size)
     decode = _decode_work(single, cache, dtype) if single else None
     last_rows = torch.as_tensor(batch.query_lens).cumsum(0) - 1
-    return BatchPlan(torch.cat(positions).to(device), torch.cat(slots).to(device), last_rows.to(device), tuple(chunks), decode)
+    return BatchPlan(positions.to(device), slots.to(device), last_rows.to(device), tuple(chunks), decode)
+
+
+def _places(batch: ForwardBatch, size: int) -> tuple[Tensor, Tensor]:
+    """The position of each new token in its sequence, and the slot of its KV."""
+    sequences = list(zip(batch.context_lens, batch.query_lens, batch.block_tables, strict=True))
+    if max(batch.query_lens) == 1:
+        slots = [table[context // size] * size + context % size for context, _, table in sequences]
+        return torch.tensor(batch.context_lens), torch.tensor(slots)
+    positions = [torch.arange(context, context + new) for context, new, _ in sequences]
+    tables = [torch.as_tensor(table, dtype=torch.long) for _, _, table in sequences]
+    places = [table[position // size] * size + position % size for table, position in zip(tables, positions, strict=True)]
+    return torch.cat(positions), torch.cat(places)
 
 
 def last_token_plan(
@@ -187,19 +202,22 @@ def _decode_work(single: Sequence[tuple[int, _Seen]], cache: PagedKVCache, dtype
     """`single`: row in the batch and context of each sequence with one new token."""
     device, size = cache.layers[0].device, cache.block_tokens
     contexts = [seen for _, seen in single]
-    lengths = torch.as_tensor([seen.total for seen in contexts])
-    longest = int(lengths.max())
-    tables = torch.zeros(len(contexts), -(-longest // size), dtype=torch.long)
-    for i, seen in enumerate(contexts):
-        used = seen.table[: -(-seen.total // size)]
-        tables[i, : len(used)] = torch.as_tensor(used)
-    earliest = torch.as_tensor([max(seen.first, seen.total - (seen.window or seen.total)) for seen in contexts])
+    longest = max(seen.total for seen in contexts)
+    used = [list(seen.table[: -(-seen.total // size)]) for seen in contexts]
+    tables = torch.tensor([table + [0] * (-(-longest // size) - len(table)) for table in used])
+    first = torch.tensor([max(seen.first, seen.total - (seen.window or seen.total)) for seen in contexts])
+    lengths = torch.tensor([seen.total for seen in contexts])
     keys = torch.arange(longest)
-    hidden = (keys >= lengths[:, None]) | (keys < earliest[:, None])
-    mask = _minus_infinity(hidden, dtype)[:, None, None].to(device) if bool(hidden.any()) else None
-    run = _block_run(contexts[0].table, contexts[0].total, size, device) if len(contexts) == 1 else None
-    rows = torch.as_tensor([row for row, _ in single], device=device)
-    return DecodeWork(rows, tables.flatten().to(device), run, longest, mask)
+    hidden = (keys >= lengths[:, None]) | (keys < first[:, None])
+    return DecodeWork(
+        rows=torch.tensor([row for row, _ in single], device=device),
+        tables=tables.to(device),
+        first=first.to(device),
+        lengths=lengths.to(device),
+        run=_block_run(contexts[0].table, contexts[0].total, size, device) if len(contexts) == 1 else None,
+        max_tokens=longest,
+        mask=_minus_infinity(hidden, dtype)[:, None, None].to(device) if bool(hidden.any()) else None,
+    )
 
 
 def write_kv(layer: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -264,19 +282,28 @@ def gather_contexts(layer: Tensor, work: DecodeWork) -> Tensor:
     """[sequences, tokens, *token_shape]: each decoding sequence's context, padded to the longest; a view where possible."""
     if work.run is not None:
         return work.run.read(layer)[None]
-    blocks = layer.index_select(0, work.tables)
+    blocks = layer.index_select(0, work.tables.flatten())
     return blocks.view(len(work.rows), -1, *layer.shape[2:])[:, : work.max_tokens]
 
 
 def _attend_decode(queries: Tensor, layer: Tensor, work: DecodeWork, softmax: Softmax) -> Tensor:
     sequences, heads, head_dim = queries.shape
+    scale = head_dim**-0.5 if softmax.scale is None else softmax.scale
+    kernels = _decode_kernels(queries, layer)
+    if kernels is not None:
+        return kernels.attend_decode(queries, layer, (work.tables, work.first, work.lengths), scale, softmax.cap)
     kv_heads = layer.shape[3]
     kv = gather_contexts(layer, work).to(queries.dtype).permute(2, 0, 3, 1, 4)
     grouped = queries.reshape(sequences, kv_heads, heads // kv_heads, head_dim)
     if softmax.cap is not None:
-        scale = head_dim**-0.5 if softmax.scale is None else softmax.scale
         logits = torch.tanh(grouped @ kv[0].mT * (scale / softmax.cap)) * softmax.cap
         out = (logits if work.mask is None else logits + work.mask).softmax(dim=-1) @ kv[1]
     else:
-        out = F.scaled_dot_product_attention(grouped, kv[0], kv[1], attn_mask=work.mask, scale=softmax.scale)
+        out = F.scaled_dot_product_attention(grouped, kv[0], kv[1], attn_mask=work.mask, scale=scale)
     return out.reshape(sequences, heads, head_dim)
+
+
+def _decode_kernels(queries: Tensor, layer: Tensor) -> Kernels | None:
+    """The native kernels, where they take queries [sequences, heads, head_dim] that may be a part of longer rows."""
+    heads_together = queries.stride()[1:] == (queries.shape[2], 1)
+    return native_kernels.kernels_for(queries) if heads_together and native_kernels.stores(layer) else None

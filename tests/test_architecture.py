@@ -149,7 +149,7 @@ def test_ray_is_imported_by_composer_drivers_and_actors_only() -> None:
     allowed = (
         "conductor/cluster.py",
         "conductor/cluster_commands.py",
-        "conductor/ray_connection.py",
+        "conductor/connection.py",
         "conductor/runtime.py",
         "conductor/ray_engine_client.py",
         "conductor/cli.py",

@@ -21,7 +21,8 @@ from traces.laws import poisson_times_s, strata
 from traces.schema import MOONCAKE_BLOCK_TOKENS, TraceRequest
 
 SHARED_BLOCKS = 4  # tools and instructions that every trajectory begins with
-TURN_PAUSE_S = 12.0
+TURN_PAUSE_S = 12.0  # mean from one turn to the next
+SHORTEST_PAUSE_S = 4.0  # a turn follows when its predecessor is answered: no sooner than the TTFT objective of the paper
 MAX_SIGMA = 2.0
 MAX_FACTOR = 6.0
 
@@ -149,4 +150,4 @@ def _trajectory(workload: AgenticWorkload, plan: _Plan, first_id: int, rng: rand
             turn=turn + 1,
             traffic_class="agent",
         )
-        now_s += rng.expovariate(1 / TURN_PAUSE_S)
+        now_s += SHORTEST_PAUSE_S + rng.expovariate(1 / (TURN_PAUSE_S - SHORTEST_PAUSE_S))

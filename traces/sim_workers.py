@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from conductor.core.commands import (
@@ -164,7 +165,8 @@ class SimCluster:
             seed=self._world.seed,
         )
         gate = None if coupled is None else coupled.lend
-        hooks = PrefillHooks(self._prefill_started, self._prefilled, self._refused, gate)
+        freed = partial(self._mover.begin_fetches, worker)
+        hooks = PrefillHooks(self._prefill_started, self._prefilled, self._refused, freed, gate)
         return PrefillEngine(self._loop, worker.reporter, worker.cache, self._truth.prefill, limits, hooks)
 
     def _decode_hooks(self) -> DecodeHooks:

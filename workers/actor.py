@@ -10,25 +10,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
+import os
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, TypeVar
 
-from conductor.core.events import Event, LinkMeasured, RequestFailed, TransferFailed, TransferFinished
+from conductor.core.events import Event, RequestFailed, TransferFailed, TransferFinished
 from conductor.core.messages import GenerationJob, TokenOutput
 from conductor.core.types import BlockHash, FinishReason, RequestId, Tier, WorkerId, WorkerLoad, WorkerSpec
-from workers.assembly import Build, build_parts, warm_up
+from workers.assembly import Build, build_parts, node_of, warm_up
 from workers.block_pool import OutOfBlocks
+from workers.block_rows import Restored, pool_rows, restore
+from workers.cache_commands import carry_out
 from workers.config import WorkerConfig
 from workers.jobs import JobKey, job_key, last_output
+from workers.kv_store.base import KVStoreError
+from workers.kv_store.hierarchy import Hierarchy
 from workers.kv_transfer.base import KVTicket, TransferError
 from workers.kv_transfer.blocks import KVBlocks
-from workers.kv_transfer.link_meter import LinkSpeed
 from workers.kv_transfer.paired import PairedTransports
 from workers.output_channels import OutputChannels
 from workers.pairs import Pairs
@@ -39,7 +43,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 TRANSFER_THREADS = 4
 MAX_REMEMBERED_ENDS = 10_000
-LINK_CHANGE = 0.05  # of the bandwidth last told; less is not worth telling
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +79,12 @@ class WorkerActor(ABC):
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._transfer = ThreadPoolExecutor(TRANSFER_THREADS, thread_name_prefix="kv-transfer")
         self._channels = OutputChannels(config.max_unread_outputs)
-        self._reporter = Reporter(config.worker_id, self.cache, self._load, config.report_interval_s)
+        self.store = Hierarchy(self._parts.tiers, partial(pool_rows, self.cache), config.store.queue_blocks)
+        self._reporter = Reporter(config.worker_id, self.cache, self.store, self._load, config.report_interval_s)
         self._offers: dict[str, list[int]] = {}
         self._ended: OrderedDict[JobKey, bool] = OrderedDict()  # whether it ended in the ordinary way
         self._tasks: set[asyncio.Task[Any]] = set()
         self._wake = asyncio.Event()
-        self._told_links: dict[WorkerId, LinkSpeed] = {}
         self._pairs = Pairs(self.id, self.transport, self._move, self._spawn)
         self._started = False
         self._in_loop: Callable[..., Any]  # has the event loop make a call, from any thread
@@ -97,9 +100,9 @@ class WorkerActor(ABC):
         return WorkerSpec(
             id=self.id,
             role=self.config.role,
-            node=self.config.node or socket.gethostname(),
+            node=node_of(self.config),
             profile=self._parts.profile,
-            capacity_blocks={Tier.DEVICE: self.cache.num_blocks},
+            capacity_blocks={Tier.DEVICE: self.cache.num_blocks, **self.store.capacities()},
             model=self._parts.model_name,
             rack=self.config.rack,
             zone=self.config.zone,
@@ -110,7 +113,7 @@ class WorkerActor(ABC):
         """Report to `conductor` from now on, first a snapshot."""
         self._start()
         self._reporter.attach(conductor, epoch)
-        self._told_links.clear()
+        self._pairs.tell_again()
 
     async def snapshot(self) -> None:
         self._reporter.ask_snapshot()
@@ -141,7 +144,18 @@ class WorkerActor(ABC):
             "transport_fallbacks": self.transport.fallbacks,
             "unread_outputs": self._channels.unread,
             "attached": self._reporter.attached,
+            "pid": os.getpid(),
+            "tiers": [asdict(report) for report in await asyncio.to_thread(self.store.reports)],
         }
+
+    async def cache_command(self, action: str, name: BlockHash | None) -> dict[str, Any]:
+        """What an operator asks of this worker's tiers: `stats`, or an action of `cache_commands.py`."""
+        if action == "stats":
+            reports = await asyncio.to_thread(self.store.reports)
+            return {report.tier.name.lower(): asdict(report) for report in reports}
+        done = await asyncio.to_thread(carry_out, tuple(self.store.tiers.values()), action, name)
+        self._reporter.touch()
+        return done
 
     async def outputs(self, channel: str) -> AsyncIterator[list[TokenOutput]]:
         """Outputs for one gateway as they come. A second consumer of a channel takes over."""
@@ -157,6 +171,7 @@ class WorkerActor(ABC):
         None when no more than `first` are held. The offer ends with `release_offer` or its lease.
         """
         self._start()
+        await self._restore_any(blocks)
         ids = self.cache.acquire(blocks)
         if len(ids) <= first:
             self.cache.release(ids)
@@ -225,6 +240,21 @@ class WorkerActor(ABC):
 
         return self.cache.import_prefix(offer.blocks, offer.first, fill)
 
+    async def _restore(self, tier: Tier, blocks: Sequence[BlockHash]) -> Restored:
+        """Bring a prefix up from a tier of this worker into its device pool, as far as it is there."""
+        kept = self.store.tiers.get(tier)
+        if kept is None:
+            raise KVStoreError(f"this worker has no {tier.name.lower()} tier")
+        restored = await self._move(restore, self.cache, kept, tuple(blocks))
+        self._reporter.touch()
+        return restored
+
+    async def _restore_any(self, blocks: Sequence[BlockHash]) -> None:
+        """Bring up what a peer asks for and only a lower tier of this worker holds."""
+        for tier in self.store.tiers:
+            if self.cache.match(blocks) < len(blocks):
+                await self._restore(tier, blocks)
+
     def _publish(self, ids: list[int], peer: WorkerId | None) -> KVTicket:
         return self.transport.offer(self.cache.blocks(ids), self.config.lease_s, peer)
 
@@ -274,6 +304,7 @@ class WorkerActor(ABC):
         self.cache.on_freed = lambda: self._in_loop(self._on_blocks_freed)
         self._spawn(self._reporter.run())
         self._spawn(self._keep_reaping())
+        self._spawn(self._keep_telling_of_tiers())
         self._spawn(self._work())
 
     async def close(self) -> None:
@@ -286,11 +317,22 @@ class WorkerActor(ABC):
         self._compute.shutdown()
         self._transfer.shutdown()
         self.transport.close()
+        await asyncio.to_thread(self.store.close)
 
     async def _keep_reaping(self) -> None:
         while True:
             await asyncio.sleep(min(1.0, self.config.lease_s / 4))
             self._reap()
+
+    async def _keep_telling_of_tiers(self) -> None:
+        settings, looked_s = self.config.store, time.monotonic()
+        while True:
+            self._reporter.tell_tiers(await asyncio.to_thread(self.store.reports))
+            if time.monotonic() - looked_s >= settings.look_interval_s:
+                looked_s = time.monotonic()
+                if await asyncio.to_thread(self.store.has_news):
+                    self._reporter.ask_snapshot()
+            await asyncio.sleep(settings.report_interval_s)
 
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work)
@@ -308,27 +350,9 @@ class WorkerActor(ABC):
 
     def _report_link(self, peer: WorkerId) -> None:
         """Tell what the link from a peer is worth, when that has changed."""
-        known = self.transport.speed_from(peer)
-        if known is None or not self._reporter.attached:
-            return
-        name, speed = known
-        told = self._told_links.get(peer)
-        if told is not None and abs(speed.bytes_per_s / told.bytes_per_s - 1) < LINK_CHANGE:
-            return
-        self._told_links[peer] = speed
-        protocol = self.transport.protocols[name]
-        self._report(
-            LinkMeasured(
-                self.id,
-                self._reporter.epoch,
-                peer,
-                name,
-                protocol,
-                speed.bytes_per_s,
-                speed.shared_bytes_per_s,
-                speed.latency_s,
-            )
-        )
+        news = self._pairs.link_news(peer, self._reporter.epoch) if self._reporter.attached else None
+        if news is not None:
+            self._report(news)
 
     def _report(self, *events: Event) -> None:
         self._reporter.add(*events)

@@ -1,4 +1,4 @@
-"""From a worker's configuration to its collaborators: model, device cache, engine, transport, cost profile.
+"""From a worker's configuration to its collaborators: model, device cache, engine, transport, tiers, cost profile.
 
 The only place in this package that loads weights. An actor takes the function that builds its parts as an argument, so tests
 and other models put theirs in its place.
@@ -6,8 +6,9 @@ and other models put theirs in its place.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -18,10 +19,15 @@ from conductor.core.hashing import KVNamespace
 from conductor.core.messages import SamplingParams
 from conductor.core.types import BlockHash
 from models.base import KVLayout
+from models.kv_codec import BlockCodec
 from models.load import LoadedModel, load_model
+from models.native_kernels import kernels
+from workers.coded_transport import CodedTransport, block_codec, coded_descriptor
 from workers.config import WorkerConfig
 from workers.device_cache import DeviceCache
 from workers.engine import Engine
+from workers.kv_store.base import BlockFormat
+from workers.kv_store.opening import OpenedTiers, open_tiers
 from workers.kv_transfer.base import KVDescriptor, KVTransport
 from workers.kv_transfer.blocks import KVBlocks
 from workers.kv_transfer.select import make_transports
@@ -42,6 +48,7 @@ class WorkerParts:
     profile: CostProfile
     model_name: str
     root_of: Callable[[str], BlockHash]
+    tiers: OpenedTiers = field(default_factory=OpenedTiers)
 
 
 Build: TypeAlias = Callable[[WorkerConfig], WorkerParts]
@@ -50,16 +57,44 @@ Build: TypeAlias = Callable[[WorkerConfig], WorkerParts]
 def build_parts(config: WorkerConfig) -> WorkerParts:
     """Load the model and everything around it. Raises `ModelError`, `ValueError` or `TransportUnavailable`."""
     torch.set_num_threads(config.threads)
-    loaded = load_model(config.model, device=config.device, dtype=config.compute_dtype, kv_dtype=config.kv_dtype)
+    loaded = load_model(
+        config.model,
+        device=config.device,
+        dtype=config.compute_dtype,
+        kv_dtype=config.kv_dtype,
+        weight_format=config.weights,
+    )
     engine = Engine(loaded.model, make_cache(config, loaded.model.layout))
     namespace = loaded.card.namespace
+    codec = block_codec(config.transport_codec, loaded.model.layout, config.block_tokens)
+    profile = config.profile or measured_profile(config, loaded, engine.cache)
+    tiers = open_tiers(config.store, BlockFormat("/".join(namespace), engine.cache.kv), node_of(config))
+    moved = profile.kv_bytes_per_token if codec is None else moved_bytes(engine.cache.kv, codec)
     return WorkerParts(
         engine=engine,
-        transports=make_transports(config.transport, engine.cache.kv, config.link),
-        profile=config.profile or measured_profile(config, loaded, engine.cache),
+        transports=coded_transports(config, engine.cache.kv, codec),
+        profile=replace(profile, kv_bytes_per_token=moved, tier_bytes_per_s=tiers.speeds()),
+        tiers=tiers,
         model_name=loaded.card.name,
         root_of=lambda domain: KVNamespace(namespace, config.block_tokens, salt=domain).seed,
     )
+
+
+def coded_transports(config: WorkerConfig, kv: KVDescriptor, codec: BlockCodec | None) -> Mapping[str, KVTransport]:
+    if codec is None:
+        return make_transports(config.transport, kv, config.link)
+    plain = make_transports(config.transport, coded_descriptor(kv, codec), config.link)
+    return {name: CodedTransport(transport, codec) for name, transport in plain.items()}
+
+
+def moved_bytes(kv: KVDescriptor, codec: BlockCodec) -> int:
+    """Of one token, when it moves in a codec's format."""
+    return kv.num_layers * codec.layer_block_bytes // kv.block_tokens
+
+
+def node_of(config: WorkerConfig) -> str:
+    """The host whose memory and disk the worker shares."""
+    return config.node or socket.gethostname()
 
 
 def measured_profile(config: WorkerConfig, loaded: LoadedModel, cache: DeviceCache) -> CostProfile:
@@ -75,9 +110,15 @@ def measured_profile(config: WorkerConfig, loaded: LoadedModel, cache: DeviceCac
         budget_s=config.profile_budget_s,
         transfer=lambda nbytes: round_trip(transport, nbytes),
     )
-    fitted = profiler.load_or_measure(loaded.card.revision, config.compute_dtype)
+    fitted = profiler.load_or_measure(loaded.card.revision, computed_by(config))
     transport.close()
     return throttled_profile(fitted.profile, config.link)
+
+
+def computed_by(config: WorkerConfig) -> str:
+    """What, besides model and machine, decides how fast a worker computes."""
+    native = config.device == "cpu" and config.compute_dtype == "float32" and kernels() is not None
+    return "/".join((config.compute_dtype, config.weights, "native" if native else "torch"))
 
 
 def round_trip(transport: KVTransport, nbytes: int) -> None:

@@ -7,10 +7,13 @@ from typing import Any
 
 from conductor.core.cost_profile import CostProfile
 from conductor.core.types import Role
+from models.kv_layout import FORMATS
 from workers.batching import DEFAULT_CHUNK_TOKENS
+from workers.kv_store.settings import StoreSettings
 from workers.kv_transfer.select import transport_names
 from workers.kv_transfer.throttled import LinkLimit
 
+WEIGHT_FORMATS = ("full", "int8")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -20,6 +23,8 @@ class WorkerConfig:
 
     `node`, `rack` and `zone` name where it runs (node None: the host's name). `profile` None: measured on first use.
     `transport` is one, several in order of preference, separated by commas, or `auto`.
+    `transport_codec`: the number format in which KV moves (None: as it is cached).
+    `speculative_tokens`: how many tokens ahead decode guesses by prompt lookup.
     `lease_s` bounds how long an offer or an unfinished hand-over may hold blocks.
     """
 
@@ -31,11 +36,14 @@ class WorkerConfig:
     block_tokens: int = 64
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     max_batch: int = 16
+    speculative_tokens: int = 0
     threads: int = 1
     device: str = "cpu"
     compute_dtype: str = "float32"
     kv_dtype: str = "float32"
+    weights: str = "full"
     transport: str = "object_store"
+    transport_codec: str | None = None
     link: LinkLimit = field(default_factory=LinkLimit)
     lease_s: float = 60.0
     report_interval_s: float = 0.5
@@ -45,6 +53,7 @@ class WorkerConfig:
     node: str | None = None
     rack: str = ""
     zone: str = ""
+    store: StoreSettings = field(default_factory=StoreSettings)
 
     def __post_init__(self) -> None:
         for name in ("worker_id", "model", "device"):
@@ -52,6 +61,7 @@ class WorkerConfig:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must not be empty")
         for name in ("block_tokens", "chunk_tokens", "max_batch", "threads", "max_unread_outputs"):
             _at_least(name, getattr(self, name), 1)
+        _at_least("speculative_tokens", self.speculative_tokens, 0)
         if (self.num_blocks is None) == (self.kv_memory_bytes is None):
             found = f"num_blocks is {self.num_blocks!r} and kv_memory_bytes is {self.kv_memory_bytes!r}"
             raise ValueError(f"{found}; exactly one of them must be given")
@@ -63,7 +73,10 @@ class WorkerConfig:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be above 0")
         _one_of("compute_dtype", self.compute_dtype, DTYPES)
         _one_of("kv_dtype", self.kv_dtype, DTYPES)
+        _one_of("weights", self.weights, WEIGHT_FORMATS)
         transport_names(self.transport)
+        if self.transport_codec is not None:
+            _one_of("transport_codec", self.transport_codec, tuple(FORMATS))
 
     def blocks(self, block_bytes: int) -> int:
         """How many blocks of `block_bytes` the worker has. Raises `ValueError` when not one fits."""

@@ -239,22 +239,35 @@ class DecodeWorker(WorkerActor):
             logger.exception("a decode step broke")
             self._fail_all(failure_text(error))
             return True
-        for active, token in zip(batch, drawn, strict=True):
-            if token is not None and not active.cancelled:
-                self._deliver(active, token)
+        for active, tokens in zip(batch, drawn, strict=True):
+            self._deliver_all(active, tokens)
         self._reporter.touch()
-        return behind is not None or any(token is not None for token in drawn)
+        return behind is not None or any(drawn)
 
     def _catch_up(self, sequence: KVSequence) -> None:
         known = len(sequence.tokens) - 1
         self.engine.prefill_chunk(sequence, chunk_length(sequence.computed, known, self.config.chunk_tokens))
 
-    def _step(self, sequences: list[KVSequence]) -> list[SampledToken | None]:
-        """One step of those that have room; the next plan makes room for the others."""
+    def _step(self, sequences: list[KVSequence]) -> list[list[SampledToken]]:
+        """One step of those that have room; the next plan makes room for the others, which draw nothing."""
         ready = [self.engine.grow(sequence) for sequence in sequences]
         moving = [sequence for sequence, has_room in zip(sequences, ready, strict=True) if has_room]
-        drawn = iter(self.engine.decode_step(moving) if moving else ())
-        return [next(drawn) if has_room else None for has_room in ready]
+        drawn = iter(self._drawn(moving) if moving else ())
+        return [next(drawn) if has_room else [] for has_room in ready]
+
+    def _drawn(self, sequences: list[KVSequence]) -> list[list[SampledToken]]:
+        if self.config.speculative_tokens:
+            return self.engine.speculative_step(sequences, self.config.speculative_tokens)
+        return [[token] for token in self.engine.decode_step(sequences)]
+
+    def _deliver_all(self, active: _Active, tokens: Sequence[SampledToken]) -> None:
+        """The first is part of the sequence already; the others become so as long as the request goes on."""
+        for position, token in enumerate(tokens):
+            if active.cancelled or active.key not in self._running:
+                return
+            if position:
+                self.engine.accept(active.sequence, token)
+            self._deliver(active, token)
 
     def _deliver(self, active: _Active, token: SampledToken) -> None:
         job, sequence = active.job, active.sequence
@@ -282,8 +295,17 @@ class DecodeWorker(WorkerActor):
         self._waiting.pop(active.key, None)
         self._end(active.key, done=True)
         if active.holds_blocks:
+            self._keep_answer(active)
             self.engine.finish(active.sequence)
         self._receiver.blocks_freed()
+
+    def _keep_answer(self, active: _Active) -> None:
+        """Let the tiers below write what the conversation's next turn will begin with."""
+        sequence = active.sequence
+        prompt_blocks = len(sequence.prompt.hashes)
+        self.store.keep(
+            sequence.hashes[: sequence.named], active.job.request.traffic_class, max(1, sequence.named - prompt_blocks)
+        )
 
 
 def _take_error(task: asyncio.Task[None]) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from conductor.core.hashing import extend
 from conductor.core.types import BlockHash
 from models.base import CausalLM, ForwardBatch
+from models.prompt_lookup import guess_next
 from models.sampling import SampledToken, TokenHistory, has_penalty, sample
 from workers.block_pool import OutOfBlocks
 from workers.device_cache import DeviceCache, Fill
@@ -121,14 +122,55 @@ class Engine:
             self._name_full_blocks(sequence)
         return self._draw(sequences, logits)
 
+    def speculative_step(self, sequences: Sequence[KVSequence], lookahead: int) -> list[list[SampledToken]]:
+        """A decode step that also tries up to `lookahead` guessed tokens of each sequence: what is drawn, at least one token.
+
+        The first is appended; the caller takes the others, in order and as far as it wants them, by `accept`. A guess is a row
+        like any other sequence's, on the same blocks, so what is drawn is what single steps draw.
+        """
+        guesses = [self._guess(sequence, lookahead) for sequence in sequences]
+        rows = [
+            (sequence, offset) for sequence, guess in zip(sequences, guesses, strict=True) for offset in range(len(guess) + 1)
+        ]
+        pending = [[sequence.tokens[sequence.computed], *guess] for sequence, guess in zip(sequences, guesses, strict=True)]
+        batch = ForwardBatch(
+            token_ids=torch.tensor([token for tokens in pending for token in tokens], device=self._device),
+            query_lens=[1] * len(rows),
+            context_lens=[sequence.computed + offset for sequence, offset in rows],
+            block_tables=[sequence.table for sequence, _ in rows],
+        )
+        drawn = iter(
+            self._sample([(s, len(s.tokens) + offset) for s, offset in rows], self.model.forward(batch, self.cache.paged))
+        )
+        results = [confirmed(guess, [next(drawn) for _ in range(len(guess) + 1)]) for guess in guesses]
+        for sequence, tokens in zip(sequences, results, strict=True):
+            self.accept(sequence, tokens[0])
+        return results
+
+    def accept(self, sequence: KVSequence, token: SampledToken) -> None:
+        """Append a token drawn for `sequence`; the one before it has its KV."""
+        sequence.computed += 1
+        self._name_full_blocks(sequence)
+        sequence.tokens.append(token.token_id)
+
+    def _guess(self, sequence: KVSequence, lookahead: int) -> list[int]:
+        """Guesses for which there is room; none for rules that depend on what was drawn before."""
+        if has_penalty(sequence.prompt.sampling):
+            return []
+        held = min(len(sequence.table) * self.cache.block_tokens, self.model.max_context)
+        return guess_next(sequence.tokens, min(lookahead, held - sequence.computed - 1))
+
     def _draw(self, sequences: Sequence[KVSequence], logits: Tensor) -> list[SampledToken]:
-        rules = [sequence.prompt.sampling for sequence in sequences]
-        positions = [len(sequence.tokens) for sequence in sequences]
-        histories = [_history(sequence) for sequence in sequences] if any(map(has_penalty, rules)) else None
-        drawn = sample(logits, rules, positions, histories)
+        drawn = self._sample([(sequence, len(sequence.tokens)) for sequence in sequences], logits)
         for sequence, token in zip(sequences, drawn, strict=True):
             sequence.tokens.append(token.token_id)
         return drawn
+
+    def _sample(self, rows: Sequence[tuple[KVSequence, int]], logits: Tensor) -> list[SampledToken]:
+        """What each row's rules draw for a position of its sequence."""
+        rules = [sequence.prompt.sampling for sequence, _ in rows]
+        histories = [_history(sequence) for sequence, _ in rows] if any(map(has_penalty, rules)) else None
+        return sample(logits, rules, [position for _, position in rows], histories)
 
     # --- KV in and out ------------------------------------------------------------------------------------------------
 
@@ -171,6 +213,14 @@ class Engine:
             parent = sequence.hashes[-1] if sequence.hashes else sequence.prompt.root
             tokens = np.asarray(sequence.tokens[position * size : (position + 1) * size], dtype="<i4")
             sequence.hashes.append(self._extend(parent, tokens.tobytes()))
+
+
+def confirmed(guess: Sequence[int], drawn: Sequence[SampledToken]) -> list[SampledToken]:
+    """The drawn tokens that hold: each was computed after guesses that had turned out right."""
+    right = 0
+    while right < len(guess) and drawn[right].token_id == guess[right]:
+        right += 1
+    return list(drawn[: right + 1])
 
 
 def _history(sequence: KVSequence) -> TokenHistory:

@@ -1,7 +1,8 @@
 """Gets to know peers: has each pair of workers measured once, beside the work, over what both have.
 
 The side that meets the other first brings it about; the one that offers ends up knowing the order. Whatever goes wrong leaves
-the order of the configuration in force, and the next contact tries again. For one event loop.
+the order of the configuration in force, and the next contact tries again. What transfers then show of a link is news for the
+Conductor, whenever it has changed. For one event loop.
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from conductor.core.events import LinkMeasured
 from conductor.core.types import WorkerId
 from workers.kv_transfer.base import KVTicket
+from workers.kv_transfer.link_meter import LinkSpeed
 from workers.kv_transfer.paired import PairedTransports
 
 logger = logging.getLogger(__name__)
+
+LINK_CHANGE = 0.05  # of the bandwidth last told; less is not worth telling
 
 
 class Pairs:
@@ -32,6 +37,7 @@ class Pairs:
         self._move = move
         self._spawn = spawn
         self._met: set[WorkerId] = set()
+        self._told: dict[WorkerId, LinkSpeed] = {}
 
     def offering_to(self, peer: WorkerId, handle: Any) -> None:
         """This worker is about to offer KV to `peer`."""
@@ -41,6 +47,23 @@ class Pairs:
     def fetching_from(self, peer: WorkerId, handle: Any) -> None:
         """This worker fetches KV from `peer`, which does not know its handle."""
         self._once(peer, lambda: self._rank_here(peer, handle))
+
+    def link_news(self, peer: WorkerId, epoch: int) -> LinkMeasured | None:
+        """What the link from a peer is worth, when that has changed since it was last told."""
+        known = self._transports.speed_from(peer)
+        if known is None:
+            return None
+        name, speed = known
+        told = self._told.get(peer)
+        if told is not None and abs(speed.bytes_per_s / told.bytes_per_s - 1) < LINK_CHANGE:
+            return None
+        self._told[peer] = speed
+        worth = speed.bytes_per_s, speed.shared_bytes_per_s, speed.latency_s
+        return LinkMeasured(self._own_id, epoch, peer, name, self._transports.protocols[name], *worth)
+
+    def tell_again(self) -> None:
+        """Whoever was told of links has forgotten them."""
+        self._told.clear()
 
     def _once(self, peer: WorkerId, measure: Callable[[], Coroutine[Any, Any, None]]) -> None:
         if len(self._transports.names) > 1 and peer not in self._met:

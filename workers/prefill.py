@@ -17,10 +17,10 @@ from typing import Any
 
 from conductor.core.events import FirstToken, PrefillFinished, PrefillStarted, RequestFinished
 from conductor.core.messages import GenerationJob, TokenOutput
-from conductor.core.types import FinishReason, Placement, RequestId, WorkerId, WorkerLoad
+from conductor.core.types import SHARED_STORE, FinishReason, Holder, Placement, RequestId, WorkerId, WorkerLoad
 from models.sampling import SampledToken
 from workers.actor import WorkerActor, failure_text, quietly
-from workers.assembly import Build, build_parts
+from workers.assembly import Build, build_parts, node_of
 from workers.batching import chunk_length, next_prompt
 from workers.block_pool import OutOfBlocks
 from workers.config import WorkerConfig
@@ -53,6 +53,7 @@ class _Entry:
     sequence: KVSequence | None = None
     compute_s: float = 0.0
     outgoing: Outgoing | None = None
+    kept_blocks: int = 0
     decode_known: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
@@ -95,9 +96,9 @@ class PrefillWorker(WorkerActor):
             self._choose(entry, placement.decode, decode)
         self._entries[key] = entry
         self._queue.append(entry)
-        if source is not None and placement.reuse.fetched_tokens > 0:
+        if placement.reuse.fetched_tokens > 0 and placement.reuse.source is not None:
             entry.ready = False
-            entry.task = self._spawn(self._pull_prefix(entry, source))
+            entry.task = self._spawn(self._bring_prefix(entry, placement.reuse.source, source))
         self._wake.set()
         self._reporter.touch()
 
@@ -144,15 +145,22 @@ class PrefillWorker(WorkerActor):
 
     # --- before computing ---------------------------------------------------------------------------------------------
 
-    async def _pull_prefix(self, entry: _Entry, source: Any) -> None:
-        """Bring the prefix that the placement wants from elsewhere. What does not come is computed."""
-        blocks = entry.placement.reuse.reused_tokens // self.config.block_tokens
+    async def _bring_prefix(self, entry: _Entry, holder: Holder, source: Any | None) -> None:
+        """Bring the prefix that the placement wants from where it lies. What does not come is computed."""
+        blocks = entry.job.request.block_hashes[: entry.placement.reuse.reused_tokens // self.config.block_tokens]
         try:
-            await self._pull(source, entry.job.request.block_hashes[:blocks])
+            if self._has_tier_of(holder):
+                await self._restore(holder.tier, blocks)
+            elif source is not None:
+                await self._pull(source, blocks)
         except Exception as error:
-            logger.warning("request %s computes a prefix that was not pulled: %s", entry.job.request.id, failure_text(error))
+            logger.warning("request %s computes a prefix that was not fetched: %s", entry.job.request.id, failure_text(error))
         entry.ready = True
         self._wake.set()
+
+    def _has_tier_of(self, holder: Holder) -> bool:
+        """Whether the holder is a tier that this worker reads itself."""
+        return holder.tier in self.store.tiers and holder.owner in (SHARED_STORE, node_of(self.config))
 
     # --- computing ----------------------------------------------------------------------------------------------------
 
@@ -192,10 +200,16 @@ class PrefillWorker(WorkerActor):
         while token is None and not entry.cancelled:
             token, seconds = await self._run(self._chunk, entry, sequence)
             entry.compute_s += seconds
+            self._keep_new_blocks(entry, sequence)
         if token is None or entry.cancelled:
             await self._let_go(entry)
         else:
             await self._finish_prompt(entry, sequence, token)
+
+    def _keep_new_blocks(self, entry: _Entry, sequence: KVSequence) -> None:
+        """Let the tiers below write what the last chunk has completed."""
+        self.store.keep(sequence.hashes[: sequence.named], entry.job.request.traffic_class, sequence.named - entry.kept_blocks)
+        entry.kept_blocks = sequence.named
 
     def _chunk(self, entry: _Entry, sequence: KVSequence) -> tuple[SampledToken | None, float]:
         """Compute one chunk; with the last one, draw the first token. Also the seconds that it took."""

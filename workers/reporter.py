@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from conductor.core.events import BlocksRemoved, BlocksStored, Event, IndexSnapshot, LoadReported
-from conductor.core.types import Stamp, Tier, WorkerId, WorkerLoad
+from conductor.core.types import BlockHash, Stamp, Tier, TierReport, WorkerId, WorkerLoad
 from workers.block_pool import PoolChange, Stored
 from workers.device_cache import DeviceCache
+from workers.kv_store.hierarchy import Hierarchy
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +28,12 @@ _COVERED_BY_ATTACH = (BlocksStored, BlocksRemoved, IndexSnapshot, LoadReported)
 class Reporter:
     """For one event loop. `run` is its only task."""
 
-    def __init__(self, worker_id: WorkerId, cache: DeviceCache, load: Callable[[], WorkerLoad], interval_s: float) -> None:
+    def __init__(
+        self, worker_id: WorkerId, cache: DeviceCache, store: Hierarchy, load: Callable[[], WorkerLoad], interval_s: float
+    ) -> None:
         self._worker_id = worker_id
         self._cache = cache
+        self._store = store
         self._load = load
         self._interval_s = interval_s
         self._outbox: deque[Event] = deque(maxlen=MAX_KEPT_EVENTS)
@@ -38,7 +42,8 @@ class Reporter:
         self._epoch = 0
         self._seq = 0
         self._snapshot_due = False
-        self._last_load: WorkerLoad | None = None
+        self._last_load: tuple[WorkerLoad, tuple[TierReport, ...]] | None = None
+        self._tiers: tuple[TierReport, ...] = ()
 
     @property
     def attached(self) -> bool:
@@ -64,6 +69,12 @@ class Reporter:
         self._outbox.extend(events)
         self._wake.set()
 
+    def tell_tiers(self, tiers: tuple[TierReport, ...]) -> None:
+        """How the tiers are doing; told with the load, when either has changed."""
+        if tiers != self._tiers:
+            self._tiers = tiers
+            self._wake.set()
+
     def touch(self) -> None:
         """Blocks or load may have changed."""
         self._wake.set()
@@ -76,7 +87,7 @@ class Reporter:
     async def flush(self) -> None:
         """Send what there is to tell, and wait until it has arrived."""
         conductor = self._conductor
-        batch = [] if conductor is None else self._collect()
+        batch = [] if conductor is None else self._collect(await self._held_if_due())
         if conductor is None or not batch:
             return
         try:
@@ -99,24 +110,32 @@ class Reporter:
         finally:
             self._wake.clear()
 
-    def _collect(self) -> list[Event]:
+    async def _held_if_due(self) -> Mapping[Tier, tuple[BlockHash, ...]] | None:
+        """What the tiers hold, when a snapshot is due; listing a disk must not hold up anything else."""
+        if not self._snapshot_due:
+            return None
+        return await asyncio.to_thread(self._store.snapshot) if self._store.tiers else {}
+
+    def _collect(self, held: Mapping[Tier, tuple[BlockHash, ...]] | None) -> list[Event]:
+        """`held` is what the tiers hold, when a snapshot is due."""
         batch: list[Event] = []
-        if self._snapshot_due:
+        if held is not None:
             self._snapshot_due = False
-            batch.append(IndexSnapshot(self._stamp(), {Tier.DEVICE: self._cache.snapshot()}))
-        batch += [self._block_event(change) for change in self._cache.drain_changes()]
+            batch.append(IndexSnapshot(self._stamp(), {Tier.DEVICE: self._cache.snapshot(), **held}))
+        batch += [self._block_event(Tier.DEVICE, change) for change in self._cache.drain_changes()]
+        batch += [self._block_event(tier, change) for tier, change in self._store.changes()]
         batch += self._outbox
         self._outbox.clear()
-        load = self._load()
+        load = self._load(), self._tiers
         if load != self._last_load:
             self._last_load = load
-            batch.append(LoadReported(self._worker_id, self._epoch, load))
+            batch.append(LoadReported(self._worker_id, self._epoch, *load))
         return batch
 
-    def _block_event(self, change: PoolChange) -> Event:
+    def _block_event(self, tier: Tier, change: PoolChange) -> Event:
         if isinstance(change, Stored):
-            return BlocksStored(self._stamp(), Tier.DEVICE, change.parent, change.blocks)
-        return BlocksRemoved(self._stamp(), Tier.DEVICE, change.blocks)
+            return BlocksStored(self._stamp(), tier, change.parent, change.blocks)
+        return BlocksRemoved(self._stamp(), tier, change.blocks)
 
     def _stamp(self) -> Stamp:
         self._seq += 1

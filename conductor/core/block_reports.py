@@ -5,39 +5,60 @@ nothing; a new epoch forgets everything the old one claimed; a gap asks for a sn
 believed, since a removal never makes a claim false, and the index trusts no closure, since a removal may have been lost.
 Reports of a source that has not joined, or is known to be dead, are ignored: nobody could fetch from it, and nobody would say
 when its claims end.
+
+A large snapshot is taken in by pieces, one a tick, so that no decision waits for the whole of it. Until it is in, its source's
+claims are too few rather than wrong, and what the source tells meanwhile waits behind it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from conductor.core.cluster_view import ClusterView
 from conductor.core.commands import Command, RequestSnapshot
 from conductor.core.events import BlocksRemoved, BlocksStored, CacheCleared, IndexSnapshot
 from conductor.core.prefix_index import PrefixIndex
-from conductor.core.types import Holder, InvariantError, Stamp, Tier
+from conductor.core.types import BlockHash, Holder, InvariantError, Stamp, Tier
 
 MAX_REMEMBERED_DEATHS = 4096
+PIECE_PAUSE_S = 1e-4  # between two pieces of a snapshot, for whatever else is due
+
+CacheChange: TypeAlias = BlocksStored | BlocksRemoved | CacheCleared
+
+
+@dataclass(slots=True)
+class Intake:
+    """A snapshot that is being taken in, and what its source has told since."""
+
+    pieces: deque[tuple[Holder, tuple[BlockHash, ...]]]
+    later: list[CacheChange] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class SourceLog:
-    """How far one source has been followed. `asked_s` is when a snapshot was last asked for, while one is awaited."""
+    """How far one source has been followed. `asked_s` is when a snapshot was last asked for, while one is awaited; `intake` is
+    set while one is taken in."""
 
     epoch: int
     seq: int = 0
     highest_seq: int = 0
     asked_s: float | None = None
     holders: dict[Holder, None] = field(default_factory=dict)
+    intake: Intake | None = None
 
 
 class BlockReports:
-    def __init__(self, index: PrefixIndex, view: ClusterView, snapshot_retry_s: float) -> None:
+    def __init__(self, index: PrefixIndex, view: ClusterView, snapshot_retry_s: float, piece_blocks: int) -> None:
         self._index = index
         self._view = view
         self._snapshot_retry_s = snapshot_retry_s
+        self._piece_blocks = piece_blocks
+        self._intakes: dict[str, None] = {}  # sources whose snapshots are being taken in
+        self._piece_due_s = math.inf
         self._logs: dict[str, SourceLog] = {}
         self._dead: dict[str, int] = {}
         self._asked: dict[str, None] = {}  # sources that owe a snapshot
@@ -53,17 +74,13 @@ class BlockReports:
         """Forget everything that a source claimed, and never listen to that life again."""
         self._forget(source)
         self._logs.pop(source, None)
-        self._asked.pop(source, None)
         self._dead[source] = max(epoch, self._dead.pop(source, epoch))
         if len(self._dead) > MAX_REMEMBERED_DEATHS:
             del self._dead[next(iter(self._dead))]
 
     def stored(self, event: BlocksStored, now: float) -> list[Command]:
         log, commands = self._follow(event.stamp, now)
-        if log is None:
-            return commands
-        holder = self._holder(event.stamp.source, event.tier, log)
-        if self._index.store(holder, event.parent, event.blocks):
+        if log is None or self._apply(event, log):
             return commands
         return self._ask(event.stamp.source, log, now)
 
@@ -71,14 +88,14 @@ class BlockReports:
         log, commands = self._follow(event.stamp, now)
         log = log or self._uncertain(event.stamp)
         if log is not None:
-            self._index.remove(self._holder(event.stamp.source, event.tier, log), event.blocks)
+            self._apply(event, log)
         return commands
 
     def cleared(self, event: CacheCleared, now: float) -> list[Command]:
         log, commands = self._follow(event.stamp, now)
         log = log or self._uncertain(event.stamp)
         if log is not None:
-            self._index.clear(self._holder(event.stamp.source, event.tier, log))
+            self._apply(event, log)
         return commands
 
     def snapshot(self, event: IndexSnapshot, now: float) -> list[Command]:
@@ -86,11 +103,10 @@ class BlockReports:
         log = self._living(stamp)
         if log is None or (stamp.seq <= log.seq and log.asked_s is None and log.seq > 0):
             return []
-        fresh = {self._holder(stamp.source, tier, log): blocks for tier, blocks in event.blocks.items()}
-        for holder in log.holders:
-            self._index.replace(holder, fresh.get(holder, ()))
         log.seq, log.asked_s = stamp.seq, None
         self._asked.pop(stamp.source, None)
+        fresh = {self._holder(stamp.source, tier, log): blocks for tier, blocks in event.blocks.items()}
+        self._take_over(stamp.source, log, fresh, now)
         if log.highest_seq > stamp.seq:
             return self._ask(stamp.source, log, now)
         log.highest_seq = stamp.seq
@@ -112,16 +128,32 @@ class BlockReports:
             for command in self._ask(source, log, now)
         ]
 
+    def take_in(self, now: float) -> list[Command]:
+        """The next piece of a snapshot, if one is due; and when it was the last, what has waited behind it."""
+        if not self._intakes or now < self._piece_due_s:
+            return []
+        self._piece_due_s = now + PIECE_PAUSE_S
+        source = next(iter(self._intakes))
+        log = self._logs[source]
+        assert log.intake is not None
+        holder, blocks = log.intake.pieces.popleft()
+        self._index.store(holder, None, blocks)
+        return [] if log.intake.pieces else self._end_intake(source, log, now)
+
     def next_deadline(self) -> float:
+        piece_due_s = self._piece_due_s if self._intakes else math.inf
         if not self._asked:
-            return math.inf
+            return piece_due_s
         asked = [log.asked_s for log in self._logs.values() if log.asked_s is not None]
-        return min(asked) + self._snapshot_retry_s
+        return min(min(asked) + self._snapshot_retry_s, piece_due_s)
 
     def check(self) -> None:
         asked = {source for source, log in self._logs.items() if log.asked_s is not None}
         if asked != set(self._asked):
             raise InvariantError(f"snapshots are owed by {sorted(asked)}, and counted for {sorted(self._asked)}")
+        intakes = {source for source, log in self._logs.items() if log.intake is not None}
+        if intakes != set(self._intakes):
+            raise InvariantError(f"snapshots of {sorted(intakes)} are taken in, those of {sorted(self._intakes)} are counted")
         for source, log in self._logs.items():
             if log.seq > log.highest_seq:
                 raise InvariantError(
@@ -142,6 +174,53 @@ class BlockReports:
             return None, self._ask(stamp.source, log, now)
         log.seq = stamp.seq
         return log, []
+
+    def _apply(self, event: CacheChange, log: SourceLog) -> bool:
+        """Tell the index, now or behind a snapshot that is taken in. False if blocks were stored under an unknown parent."""
+        if log.intake is not None:
+            log.intake.later.append(event)
+            return True
+        holder = self._holder(event.stamp.source, event.tier, log)
+        if isinstance(event, BlocksStored):
+            return self._index.store(holder, event.parent, event.blocks)
+        if isinstance(event, BlocksRemoved):
+            self._index.remove(holder, event.blocks)
+        else:
+            self._index.clear(holder)
+        return True
+
+    def _take_over(self, source: str, log: SourceLog, fresh: Mapping[Holder, tuple[BlockHash, ...]], now: float) -> None:
+        """The source holds what is `fresh` and nothing else: at once if that is little, else beginning with nothing."""
+        self._drop_intake(source)
+        if sum(map(len, fresh.values())) <= self._piece_blocks:
+            for holder in log.holders:
+                self._index.replace(holder, fresh.get(holder, ()))
+            return
+        for holder in log.holders:
+            self._index.replace(holder, ())
+            self._index.doubt(holder)
+        log.intake = Intake(deque(self._pieces(fresh)))
+        self._intakes[source] = None
+        self._piece_due_s = min(self._piece_due_s, now) if len(self._intakes) > 1 else now
+
+    def _pieces(self, fresh: Mapping[Holder, tuple[BlockHash, ...]]) -> Iterator[tuple[Holder, tuple[BlockHash, ...]]]:
+        for holder, blocks in fresh.items():
+            for start in range(0, len(blocks), self._piece_blocks):
+                yield holder, blocks[start : start + self._piece_blocks]
+
+    def _end_intake(self, source: str, log: SourceLog, now: float) -> list[Command]:
+        assert log.intake is not None
+        later = log.intake.later
+        self._drop_intake(source)
+        if log.asked_s is None:
+            for holder in log.holders:
+                self._index.trust(holder)
+        known = [self._apply(event, log) for event in later]
+        return [] if all(known) or log.asked_s is not None else self._ask(source, log, now)
+
+    def _drop_intake(self, source: str) -> None:
+        self._logs[source].intake = None
+        self._intakes.pop(source, None)
 
     def _living(self, stamp: Stamp) -> SourceLog | None:
         """The log of the life that speaks, begun here if it is a later one; None if it is over or nobody has joined."""
@@ -171,11 +250,15 @@ class BlockReports:
     def _restart(self, source: str, epoch: int) -> SourceLog:
         self._forget(source)
         log = self._logs[source] = SourceLog(epoch)
-        self._asked.pop(source, None)
         return log
 
     def _forget(self, source: str) -> None:
+        """Drop the claims of a source, except those on what others report as well: a node's tiers and the shared one."""
         log = self._logs.get(source)
+        others = {holder for other, known in self._logs.items() if other != source for holder in known.holders}
         holders: Iterable[Holder] = () if log is None else log.holders
         for holder in holders:
-            self._index.clear(holder)
+            if holder not in others:
+                self._index.clear(holder)
+        self._asked.pop(source, None)
+        self._intakes.pop(source, None)

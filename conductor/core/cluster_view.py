@@ -18,9 +18,8 @@ from conductor.core.links import Links
 from conductor.core.prefill_pool import PrefillPool, tier_bytes_per_s
 from conductor.core.prefix_index import PrefixIndex
 from conductor.core.trust import Trust
-from conductor.core.types import Holder, InvariantError, Role, Tier, WorkerId, WorkerSpec
+from conductor.core.types import SHARED_STORE, Holder, InvariantError, Role, Tier, WorkerId, WorkerSpec
 
-SHARED_STORE = "shared"
 LOWER_TIERS = {Tier.HOST: "host_slot", Tier.DISK: "disk_slot", Tier.SHARED: "shared_slot"}
 """The tiers that a worker restores from, with the column of their index slots."""
 

@@ -78,7 +78,8 @@ class SchedulerConfig:
     """`slo` fills in the objectives that a request leaves open. `kvcache_balancing_threshold` is the one of Algorithm 1.
 
     `rejection_bias` scales predicted times before they are held against an objective, by priority class: above 1 a class is
-    shed early, below 1 it is given the benefit of the doubt. `late_binding` None leaves it to the policy.
+    shed early, below 1 it is given the benefit of the doubt. `late_binding` None leaves it to the policy. A snapshot of a cache
+    is taken in by pieces of `snapshot_piece_blocks`, so that no decision has to wait for the whole of it.
     """
 
     block_tokens: int = 64
@@ -95,6 +96,7 @@ class SchedulerConfig:
     max_attempts: int = 4
     resume_timeout_s: float = 60.0
     snapshot_retry_s: float = 2.0
+    snapshot_piece_blocks: int = 2048
     decision_records: int = 2048
     seed: int = 0
     weights: PlacementWeights = PlacementWeights()
@@ -112,6 +114,9 @@ class SchedulerConfig:
             "at least 1 (the best holder itself has ratio 1 and must not pull from itself)",
         )
         _require(self.max_attempts >= 1, "max_attempts", self.max_attempts, "an integer of at least 1")
+        _require(
+            self.snapshot_piece_blocks >= 1, "snapshot_piece_blocks", self.snapshot_piece_blocks, "an integer of at least 1"
+        )
         _require(self.decision_records >= 0, "decision_records", self.decision_records, "an integer of at least 0")
         _require(self.queue.aging > 0, "queue.aging", self.queue.aging, "more than 0, or long requests could starve")
 

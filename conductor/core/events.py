@@ -17,6 +17,7 @@ from conductor.core.types import (
     RequestId,
     Stamp,
     Tier,
+    TierReport,
     WorkerId,
     WorkerLoad,
     WorkerSpec,
@@ -97,6 +98,7 @@ class LoadReported:
     worker_id: WorkerId
     epoch: int
     load: WorkerLoad
+    tiers: tuple[TierReport, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

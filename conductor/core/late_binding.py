@@ -14,7 +14,7 @@ Who waits and can be taken by nobody any more, because workers went or take no m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice, takewhile
 from typing import NamedTuple
 
@@ -49,16 +49,24 @@ class Turn(NamedTuple):
     choice: Choice
 
 
-class OpenSteps:
-    """The engine steps that this pass has begun to fill: several short prompts computed in one step pay its fixed cost once.
+class Pass:
+    """What one pass over the line has promised so far: work that requests earlier in line will bring to the workers they want
+    (`booked_s`, None while there is none), and engine steps begun to be filled.
 
-    Worth it only while others wait (`crowded`): whoever shares a step is done no earlier than the whole of it.
+    Several short prompts computed in one step pay its fixed cost once. That is worth it only while others wait (`crowded`):
+    whoever shares a step is done no earlier than the whole of it.
     """
 
     def __init__(self, pool: PrefillPool, crowded: bool) -> None:
+        self.booked_s: FloatArray | None = None
         self._room: dict[int, float] = {}
         self._pool = pool
         self._crowded = crowded
+
+    def book(self, row: int, work_s: float) -> None:
+        if self.booked_s is None:
+            self.booked_s = np.zeros(len(self._pool))
+        self.booked_s[row] += work_s
 
     def join(self, row: int, new_tokens: float) -> None:
         if self._crowded and self._pool.packs_prompts[row]:
@@ -80,7 +88,7 @@ class LateBinding:
         config: QueueConfig,
         view: ClusterView,
         policy: Policy,
-        assess: Callable[[RequestState, float, FloatArray], Situation | None],
+        assess: Callable[[RequestState, float, FloatArray | None], Situation | None],
         may_be_taken: Callable[[RequestState], bool],
     ) -> None:
         self._config = config
@@ -150,20 +158,20 @@ class LateBinding:
         if now < self._due_s or not self._entries:
             return
         self._due_s = math.inf
-        booked_s = np.zeros(len(self._view.prefill))
-        steps = OpenSteps(self._view.prefill, len(self) > self._config.pack_backlog * len(booked_s))
+        pool = self._view.prefill
+        promised = Pass(pool, len(self) > self._config.pack_backlog * len(pool))
         for entry in list(islice(self._in_order(now), self._config.look_ahead)):
-            if not (self._someone_is_free(now) or steps.any_room()):
+            if not (self._someone_is_free(now) or promised.any_room()):
                 break
-            turn = self._look_at(entry.state, now, booked_s, steps)
+            turn = self._look_at(entry.state, now, promised)
             if turn is not None:
                 self.remove(entry.state.request.id)
                 yield turn
         if self._entries:
             self._due_s = min(self._due_s, self._next_idle_s(now))
 
-    def _look_at(self, state: RequestState, now: float, booked_s: FloatArray, steps: OpenSteps) -> Turn | None:
-        situation = self._assess(state, now, booked_s)
+    def _look_at(self, state: RequestState, now: float, promised: Pass) -> Turn | None:
+        situation = self._assess(state, now, promised.booked_s)
         choice = None if situation is None else self._policy(situation)
         self._note(state, choice is not None, now)
         if situation is None or choice is None:
@@ -171,10 +179,10 @@ class LateBinding:
         table, row = choice.candidates, choice.row
         plans = table.plans
         new_tokens = situation.request.prompt_tokens - table.local_tokens[row] - plans.fetched_tokens[row]
-        if table.queue_s[row] > self._config.dispatch_ahead_s and not steps.has_room(row, new_tokens):
-            booked_s[row] += plans.prefill_s[row] + plans.transfer_s[row]
+        if table.queue_s[row] > self._config.dispatch_ahead_s and not promised.has_room(row, new_tokens):
+            promised.book(row, plans.prefill_s[row] + plans.transfer_s[row])
             return None
-        steps.join(row, new_tokens)
+        promised.join(row, new_tokens)
         return Turn(state, situation, choice)
 
     def _note(self, state: RequestState, takeable: bool, now: float) -> None:
@@ -183,11 +191,11 @@ class LateBinding:
         else:
             self._untakeable_since_s.setdefault(state.request.id, now)
 
-    def _in_order(self, now: float) -> Iterator[Waiting]:
+    def _in_order(self, now: float) -> Iterable[Waiting]:
         """Whoever has waited too long first, by arrival; then by key."""
         limit_s = now - self._config.max_wait_s
         late = {entry.number: entry for entry in takewhile(lambda e: e.state.arrived_s <= limit_s, self._entries.values())}
-        return chain(late.values(), (entry for entry in self._order if entry.number not in late))
+        return chain(late.values(), (entry for entry in self._order if entry.number not in late)) if late else self._order
 
     def _someone_is_free(self, now: float) -> bool:
         pool = self._view.prefill

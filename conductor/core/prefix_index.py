@@ -18,7 +18,7 @@ long as their chain stands: until it is confirmed, given up or expired (I11).
 
 Nothing pauses: the map grows by small steps (`block_map.py`), and a holder that is gone vanishes by one bit of `_live`, while
 its bits are swept out of the map a piece at a time by later calls, in rounds over the whole map; a bit is used again only after
-a round that began when nobody had it any more. A call costs no more than what it is given: the one large one is a snapshot.
+a round that began when nobody had it any more. A call costs no more than what it is given.
 """
 
 from __future__ import annotations
@@ -112,6 +112,13 @@ class PrefixIndex:
         slot = self._slots.get(holder)
         if slot is not None:
             self._walked |= slot.mask
+            self.version += 1
+
+    def trust(self, holder: Holder) -> None:
+        """Everything that this holder has is known again, and in order."""
+        slot = self._slots.get(holder)
+        if slot is not None and slot.closed and self._walked & slot.mask:
+            self._walked ^= slot.mask
             self.version += 1
 
     def holders(self, block: BlockHash) -> tuple[Holder, ...]:

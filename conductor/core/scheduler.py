@@ -80,7 +80,7 @@ class Scheduler:
         self._policy = policy or policy_named(self.config.policy)
         self._index = index or PrefixIndex()
         self._view = ClusterView(self._index)
-        self._reports = BlockReports(self._index, self._view, self.config.snapshot_retry_s)
+        self._reports = BlockReports(self._index, self._view, self.config.snapshot_retry_s, self.config.snapshot_piece_blocks)
         self._learning = Learning(self.config.calibration, self._view)
         self._requests = RequestTable()
         self._log = DecisionLog(self.config.decision_records, self.config.policy, self.config.admission)
@@ -360,8 +360,7 @@ class Scheduler:
         return commands
 
     def _handle_worker_lost(self, event: WorkerLost, now: float) -> list[Command]:
-        known = self._view.epochs.get(event.worker_id)
-        if known is not None and event.epoch < known:
+        if event.epoch < self._view.epochs.get(event.worker_id, event.epoch):
             return []
         return self._lose(event.worker_id, event.epoch, now)
 
@@ -380,7 +379,8 @@ class Scheduler:
     # time
 
     def _handle_tick(self, event: Tick, now: float) -> list[Command]:
-        return self._reports.ask_again(now) + self._give_up(now) + self._dispatch(now) + self._migration.round(now)
+        told = self._reports.take_in(now) + self._reports.ask_again(now)
+        return told + self._give_up(now) + self._dispatch(now) + self._migration.round(now)
 
     def _give_up(self, now: float) -> list[Command]:
         """End requests whose continuation, or a worker for them, did not come in time."""

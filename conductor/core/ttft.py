@@ -149,10 +149,14 @@ def prefill_terms(request: Request, match: PrefixMatch, view: ClusterView, block
     """
     pool = view.prefill
     most_blocks = (request.prompt_tokens - 1) // block_tokens
-    local: FloatArray = np.minimum(match.depths.take(pool.slot), float(most_blocks))
+    depths = match.depths.take(pool.slot)
+    if len(request.block_hashes) > most_blocks:
+        np.minimum(depths, most_blocks, out=depths)
+    local: FloatArray = depths.astype(np.float64)
     if pool.distrusted:
-        local = np.floor(local * pool.trust)
-    local *= block_tokens
+        local *= pool.trust
+        np.floor(local, out=local)
+    local *= float(block_tokens)
     best_blocks = min(int(match.confirmed.item(match.confirmed.argmax())), most_blocks)
     return PrefillTerms(
         view=view,

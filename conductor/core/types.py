@@ -15,6 +15,9 @@ from conductor.core.cost_profile import CostProfile
 
 WorkerId: TypeAlias = str
 RequestId: TypeAlias = str
+SHARED_STORE = "shared"
+"""The owner of the tier that every node sees."""
+
 BlockHash: TypeAlias = int
 """A 128-bit hash chained over a whole prefix inside one KV namespace: equal hashes mean equal prefixes.
 
@@ -121,6 +124,29 @@ class WorkerLoad:
     decode_context_tokens: int = 0
     free_blocks: int = 0
     transport_fallbacks: int = 0  # times that another transport took the place of one that failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierReport:
+    """How one tier off the device is doing, as a worker sees it: news for people, and no ground for a decision.
+
+    Counts are blocks. `dropped` found the way to the tier full or blocked, `waiting` are yet to be written. `failure` says why
+    the tier takes nothing more, or is not there at all.
+    """
+
+    tier: Tier
+    blocks: int = 0
+    capacity_blocks: int = 0
+    used_bytes: int = 0
+    stored: int = 0
+    evicted: int = 0
+    hits: int = 0
+    misses: int = 0
+    quarantined: int = 0
+    pinned: int = 0
+    dropped: int = 0
+    waiting: int = 0
+    failure: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ public port, whatever path a client makes up, and no tenant's key opens it.
     GET  /admin/tenants   limits and use of every tenant
     POST /admin/reload    read the keys file now; 400 with the reason when it cannot be used
     POST /admin/drain     finish what is in flight, refuse the rest, then end
+    /admin/cache...       look at the workers' caches, pin, drop, verify: `admin_cache.py`
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from conductor.gateway.access import bearer_key, unauthorized
 from conductor.gateway.account import Account
+from conductor.gateway.admin_cache import cache_routes
 from conductor.gateway.answers import error_response, on_route_error
 from conductor.gateway.dashboard import PAGE_PATH, dashboard_routes
 from conductor.gateway.errors import ApiError
@@ -54,6 +56,7 @@ def admin_app(service: Service, key_hash: str, drain: Callable[[], None]) -> ASG
         Route("/admin/reload", reload, methods=["POST"]),
         Route("/admin/drain", start_drain, methods=["POST"]),
         *dashboard_routes(service),
+        *cache_routes(service),
     ]
     handlers: dict[Any, Any] = {ApiError: error_response, HTTPException: on_route_error}
     app = Starlette(routes=routes, exception_handlers=handlers)

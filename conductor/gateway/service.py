@@ -103,6 +103,15 @@ class Service:
             logger.warning("the cluster did not tell what it sees: %s", type(problem).__name__)
             return None
 
+    async def cache(self, action: str, name: int | None) -> Mapping[str, Any]:
+        """Raises `ApiError` 503 when the cluster does not answer."""
+        try:
+            return await self.engine.cache_command(action, name)
+        except Exception as problem:
+            logger.exception("the cluster did not do %s", action)
+            message = "the cluster behind the gateway does not answer"
+            raise unavailable(message, "engine_unavailable", self.settings.unavailable_retry_after_s) from problem
+
     async def status(self) -> ClusterStatus | None:
         """None when the cluster does not answer."""
         try:

@@ -1,7 +1,8 @@
 """What the gateway costs by itself: requests per second, streams per second, and time per streamed token, over a null engine.
 
 The gateway runs in its own process; the load generator shares the machine's cores with it. A bare FastAPI application on the
-same server is measured in turn with it, so that a busy machine slows both.
+same server is measured in turn with it, so that a busy machine slows both. Where they are installed (`peer_routers.py`), so are
+sglang-router and LiteLLM's proxy in front of an echo backend.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 from tests.bench.harness import Figure, Report, at_least, at_most
 from tests.bench.http_load import Load, Outcome, run_load
+from tests.bench.peer_routers import VARIABLE, litellm_proxy, routers_bin, sglang_router
 
 CONNECTIONS = 32
 MANY_STREAMS = 500
@@ -26,6 +29,7 @@ ROUND_S = 2.0
 CHAT = "/v1/chat/completions"
 GATEWAY = "tests.bench.null_gateway"
 BARE = "tests.bench.bare_app"
+ECHO = "tests.bench.echo_backend"
 
 
 @contextmanager
@@ -55,6 +59,51 @@ def alternate(tokens: int, *, stream: bool) -> tuple[list[Outcome], list[Outcome
     return [ours for ours, _ in rounds], [control for _, control in rounds]
 
 
+@dataclass(frozen=True)
+class Peers:
+    """Rounds of the gateway and of the others, in turn."""
+
+    ours: list[Outcome]
+    sglang: list[Outcome]
+    litellm: list[Outcome]
+
+
+def beside_peers(tokens: int, *, stream: bool) -> Peers | None:
+    """None where the peers are not installed."""
+    bin_dir = routers_bin()
+    if bin_dir is None:
+        return None
+    with ExitStack() as stack:
+        gateway = stack.enter_context(serving(GATEWAY, tokens))
+        backend = stack.enter_context(serving(ECHO, tokens))
+        sglang = stack.enter_context(sglang_router(bin_dir, backend))
+        litellm = stack.enter_context(litellm_proxy(bin_dir, backend))
+        ports = (gateway, sglang, litellm)
+        for port in ports:
+            measure(port, stream=stream, duration_s=0.5)
+        rounds = [[measure(port, stream=stream) for port in ports] for _ in range(ROUNDS)]
+    ours, theirs, slow = (list(outcomes) for outcomes in zip(*rounds, strict=True))
+    return Peers(ours, theirs, slow)
+
+
+def peer_figures(name: str, peers: Peers | None) -> list[Figure]:
+    if peers is None:
+        return [Figure(f"{name}_{peer}", None, "x", note=f"{VARIABLE} is not set") for peer in ("sglang_router", "litellm")]
+    ratio = rate(peers.ours) / rate(peers.sglang)
+    p99_ratio = median_p99_ms(peers.ours) / median_p99_ms(peers.sglang)
+    return [
+        Figure(f"{name}_sglang_router", rate(peers.sglang), "requests/s", note="in front of the echo backend"),
+        at_least(f"{name}_sglang_router_ratio", ratio, 0.5, "x", note=f"{rate(peers.ours):,.0f} requests/s"),
+        at_most(f"{name}_sglang_router_p99", p99_ratio, 2.0, "x", note=f"{median_p99_ms(peers.ours):.1f} ms"),
+        Figure(f"{name}_litellm", rate(peers.litellm), "requests/s", note="in front of the echo backend"),
+        at_least(f"{name}_litellm_ratio", rate(peers.ours) / rate(peers.litellm), 3.0, "x"),
+    ]
+
+
+def median_p99_ms(outcomes: list[Outcome]) -> float:
+    return statistics.median(outcome.quantile_s(0.99) for outcome in outcomes) * 1000
+
+
 def rate(outcomes: list[Outcome]) -> float:
     return statistics.median(outcome.requests_per_s for outcome in outcomes)
 
@@ -66,6 +115,7 @@ def worst_p99_ms(outcomes: list[Outcome]) -> float:
 def run() -> Report:
     plain, bare_plain = alternate(1, stream=False)
     streams, bare_streams = alternate(SHORT_TOKENS, stream=True)
+    plain_peers, stream_peers = beside_peers(1, stream=False), beside_peers(SHORT_TOKENS, stream=True)
     with serving(GATEWAY, LONG_TOKENS) as port:
         long = measure(port, stream=True, connections=1, duration_s=ROUND_S)
     with serving(GATEWAY, LONG_TOKENS // 16, tbt_s=0.1) as port:
@@ -81,6 +131,8 @@ def run() -> Report:
         Figure("streams_p99", worst_p99_ms(streams), "ms"),
         Figure("bare_streams", rate(bare_streams), "streams/s", note="FastAPI answering by itself"),
         at_least("streams_ratio", rate(streams) / rate(bare_streams), 0.5, "x", note="of the bare application"),
+        *peer_figures("plain", plain_peers),
+        *peer_figures("streams", stream_peers),
         at_most("per_token", per_token_ms, 0.3, "ms", note="one stream, one event a token, client included"),
         at_least("concurrent_streams", len(many.latencies_s), MANY_STREAMS, "streams", note="at 10 tokens/s each"),
         at_most("errors", len(errors), 0, "errors", note="; ".join(errors[:2])),

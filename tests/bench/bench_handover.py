@@ -174,7 +174,7 @@ class Pair:
 @contextmanager
 def local_ray() -> Iterator[Any]:
     from conductor.config import ClusterSection
-    from conductor.ray_connection import actor_environment, connect
+    from conductor.connection import actor_environment, connect
 
     connect(ClusterSection(object_store_mib=1024), 2, actor_environment(1))
     import ray

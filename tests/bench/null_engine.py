@@ -55,6 +55,9 @@ class NullEngine:
                 reused_tokens=0 if index == 0 else None,
             )
 
+    async def cache_command(self, action: str, name: int | None) -> Mapping[str, Any]:
+        return {}
+
     async def cancel(self, request_id: str) -> None:
         self.cancels += 1
         self._budgets.pop(request_id, None)

@@ -11,6 +11,7 @@ from tests.bench.bench_decision import (
     loaded_scheduler,
     long_prompts,
     match_us,
+    snapshot_pauses_ms,
 )
 
 BLOCKS = 4000
@@ -38,6 +39,11 @@ def test_matches_of_the_benchmark_find_what_was_placed() -> None:
     )
     assert match_us(index, queries)[1] == wanted
     assert index.num_claims(Holder("w0", Tier.DEVICE)) == len(held[0])
+
+
+def test_a_snapshot_of_the_benchmark_is_taken_in_by_pieces() -> None:
+    """Every call of it is timed, until all is in."""
+    assert len(snapshot_pauses_ms(loaded_scheduler(2, BLOCKS), 10_000)) > 4
 
 
 def test_memory_and_pauses_are_measured() -> None:

@@ -23,6 +23,7 @@ from conductor.core.events import RequestArrived, Tick
 from conductor.core.scheduler import Scheduler
 from conductor.core.types import Request
 from conductor.flight_log import FlightLogWriter
+from tests.models.builders import write_tiny_folder
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -52,11 +53,30 @@ def one_line(text: str) -> str:
     return line
 
 
+def test_convert_writes_a_model_and_says_what_it_costs(tmp_path: Path) -> None:
+    """`convert mla` prints both sides of the trade, and names what it cannot read."""
+    write_tiny_folder(tmp_path / "small", "llama")
+    text = tmp_path / "text.txt"
+    text.write_text("a worker that holds the prefix answers first; " * 20)
+    arguments = ("convert", "mla", str(tmp_path / "out"), "--model", str(tmp_path / "small"), "--text", str(text))
+    done = conductor(*arguments, "--rope-dim", "16", "--rank", "20", "--json")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert (figures["original_kv_bytes"], figures["converted_kv_bytes"]) == (3 * 64 * 4, 3 * 36 * 4)
+    assert figures["rise"] == pytest.approx(figures["converted_perplexity"] / figures["original_perplexity"] - 1)
+    shown = conductor("model", "show", str(tmp_path / "out"), "--json")
+    assert json.loads(shown.stdout)["kv_bytes_per_token"] == 3 * 36 * 4
+    again = conductor(*arguments)
+    assert (again.returncode, "is not empty" in one_line(again.stderr)) == (2, True)
+    missing = conductor("convert", "mla", str(tmp_path / "x"), "--text", str(tmp_path / "none"))
+    assert (missing.returncode, "No such file" in one_line(missing.stderr)) == (2, True)
+
+
 def test_help_lists_the_commands() -> None:
     """Whoever types nothing but --help learns what there is, trace commands included."""
     done = conductor_process("--help")
     assert done.returncode == 0
-    for command in ("serve", "config", "model", "explain", "verify", "doctor", "replay"):
+    for command in ("serve", "config", "model", "convert", "explain", "verify", "doctor", "replay"):
         assert command in done.stdout
 
 
@@ -102,7 +122,7 @@ def test_config_check_accepts_a_valid_file_and_names_the_fault_of_another(tmp_pa
 def test_config_schema_is_a_json_schema() -> None:
     """Editors can check a file against it."""
     schema = json.loads(conductor("config", "schema").stdout)
-    assert list(schema["properties"]) == ["cluster", "model", "workers", "scheduler", "gateway", "flight_log"]
+    assert list(schema["properties"]) == ["cluster", "model", "workers", "store", "scheduler", "gateway", "flight_log"]
 
 
 def flight_log(path: Path, *, tampered: bool) -> Path:

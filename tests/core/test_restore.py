@@ -82,6 +82,17 @@ def test_a_node_that_is_gone_is_not_read() -> None:
     assert source != Holder("node-p0", Tier.HOST)
 
 
+def test_what_others_report_on_as_well_outlives_a_worker() -> None:
+    """The shared store is not gone with one of those that told of it, and is with the last."""
+    driven = tiered(prefill=3, shared=1e10)
+    driven.store("p0", blocks(10, shared=10), Tier.SHARED)
+    driven.store("p1", blocks(3, shared=3), Tier.SHARED)
+    driven(WorkerLost("p0", 1))
+    assert driven.place(request(shared=10)).reuse == ReusePlan(0, 9 * 64, Holder("shared", Tier.SHARED))
+    driven(WorkerLost("p1", 1))
+    assert driven.place(request("r2", shared=10)).reuse.source != Holder("shared", Tier.SHARED)
+
+
 def test_without_lower_tiers_none_is_looked_at() -> None:
     """A cluster of device pools alone keeps no list of tiers."""
     driven = drive(CONFIG)

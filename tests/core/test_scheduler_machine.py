@@ -102,6 +102,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_requests=st.sampled_from((None, 2)),
         burst_window_s=st.sampled_from((0.0, 0.2)),
         ttft_s=st.sampled_from((None, 0.02, 1.0)),
+        piece_blocks=st.sampled_from((3, 8192)),
     )
     def configure(
         self,
@@ -111,6 +112,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_requests: int | None,
         burst_window_s: float,
         ttft_s: float | None,
+        piece_blocks: int,
     ) -> None:
         queue = QueueConfig(max_requests=max_requests, burst_window_s=burst_window_s, max_wait_s=2.0, look_ahead=3)
         config = SchedulerConfig(
@@ -120,6 +122,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             late_binding=late_binding,
             slo=SLO(ttft_s, 0.05 if ttft_s else None),
             max_attempts=3,
+            snapshot_piece_blocks=piece_blocks,
             resume_timeout_s=5.0,
             queue=queue,
             calibration=CalibrationConfig(min_observations=2),
@@ -275,6 +278,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             asked = [one for one in self.tell(Tick()) if isinstance(one, RequestSnapshot) and one.source == name]
             if asked:
                 self.deliver_report(worker.snapshot())
+        while self.scheduler._reports._intakes:
+            self.the_deadline_comes()
         for tier in (Tier.DEVICE, Tier.HOST):
             assert self.claimed(name, tier) == worker.caches.get(tier, set())
 

@@ -89,6 +89,10 @@ class ScriptedEngine:
             shortfall_s=2.0,
         )
 
+    async def cache_command(self, action: str, name: int | None) -> Mapping[str, Any]:
+        """The question itself, as if a worker had answered it."""
+        return {"p0": {"asked": action, "hash": name}}
+
     async def outputs(self, request_id: str) -> AsyncIterator[TokenOutput]:
         job = next(job for job in self.jobs if job.request.id == request_id)
         tokens = [*self.script.tokens, *([EOS] if self.script.ends_with_eos else [])][: job.sampling.max_tokens]

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.bench.served import Served, serve
+from tests.live.observe import host_memory
 
 
 @pytest.fixture(scope="session")
@@ -23,10 +24,12 @@ def log_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(log_directory: Path) -> Iterator[Served]:
     with serve("--flight-log", str(log_directory)) as running:
         yield running
-        tree = running.tree()
+        tree, memory = running.tree(), host_memory(running)
         os.kill(running.process.pid, signal.SIGTERM)
         _, alive = psutil.wait_procs(tree, timeout=60)
         assert [process.name() for process in alive] == []
+        assert memory
+        assert not any(path.exists() for path in memory)
 
 
 @pytest.fixture

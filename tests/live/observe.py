@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 import openai
@@ -46,6 +47,12 @@ def workers(served: Served, actor_class: str = "") -> list[psutil.Process]:
             if "".join(process.cmdline()[:1]).startswith(titles):
                 found.append(process)
     return found
+
+
+def host_memory(served: Served) -> set[Path]:
+    """The directories of shared memory that workers have open."""
+    opened = [Path(file.path) for process in workers(served) for file in process.open_files()]
+    return {path.parent for path in opened if path.name == "owners"}
 
 
 def busiest(processes: list[psutil.Process]) -> psutil.Process:

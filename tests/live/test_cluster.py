@@ -18,12 +18,12 @@ import ray
 
 from conductor.cluster import Cluster, WorkerPlan
 from conductor.config import Config, load
+from conductor.connection import ClusterError
 from conductor.core.config import SchedulerConfig
 from conductor.core.messages import GenerationJob, SamplingParams, TokenOutput
 from conductor.core.scheduler import Scheduler
 from conductor.core.types import FinishReason, Placement, Rejection, RejectReason, Request, Role
 from conductor.flight_log import verify
-from conductor.ray_connection import ClusterError
 from conductor.ray_engine_client import RayEngineClient
 from tests.live.stand_in_workers import BLOCK_TOKENS, StandInConfig, StandInWorker, expected_tokens
 

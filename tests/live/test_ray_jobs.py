@@ -67,7 +67,7 @@ def head_node(directory: Path, **auth: str) -> Iterator[Head]:
         tree = psutil.Process(process.pid)
         try:
             head = Head(f"http://127.0.0.1:{port}", environment, directory)
-            eventually(lambda: head.ray("job", "list", "--address", head.url).returncode == 0)
+            eventually(lambda: head.submit("python", "-c", "pass").returncode == 0)  # its agent is ready after the dashboard
             yield head
         finally:
             everybody = [tree, *tree.children(recursive=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from models.convert_folder import Conversion, Wanted, convert_folder, smallest_within
 from models.convert_mla import calibrate, convert_to_latent
 from models.deepseek import Deepseek
 from models.errors import ModelFileError
@@ -112,3 +114,71 @@ def test_what_the_default_model_pays_for_a_smaller_latent(default_model: LoadedM
         print(f"rope {rope_dim}, rank {rank}: {converted.layout.bytes_per_token} B, perplexity {found.perplexity:.2f}")
     assert abs(rises[128, 256]) < 0.01
     assert 0.2 < rises[96, 160] < 1.0
+
+
+TEXT = "the worker that holds a prefix answers first, and the worker that does not must wait for it or compute it again. " * 12
+
+
+def convert_tiny(folder: Path, **wanted: Any) -> tuple[Conversion, Path]:
+    write_tiny_folder(folder / "original", "llama", rope_parameters=SLOW_TURNS)
+    target = folder / "converted"
+    return convert_folder(str(folder / "original"), target, TEXT, Wanted(**wanted)), target
+
+
+def test_a_converted_folder_is_the_converted_model(tmp_path: Path) -> None:
+    """What is written loads like any folder, scores what was reported, keeps every promise, and says its true bytes."""
+    done, target = convert_tiny(tmp_path, rope_dim=16, rank=20, tokens=400)
+    loaded = load_model(str(target))
+    assert isinstance(loaded.model, Deepseek)
+    assert loaded.model.layout.bytes_per_token == done.converted_kv_bytes == loaded.card.kv_bytes_per_token == 3 * 36 * 4
+    assert done.original_kv_bytes == 3 * 64 * 4
+    text = loaded.tokenizer.encode(TEXT)[200:400]
+    assert score_text(loaded.model, text).perplexity == pytest.approx(done.converted_perplexity, rel=1e-4)
+    check_all(loaded.model)
+
+
+def test_the_rank_is_the_smallest_within_the_loss_allowed(tmp_path: Path) -> None:
+    """A generous bound takes the smallest rank, an impossible one the largest, and the figures tell which."""
+    generous, _ = convert_tiny(tmp_path / "a", rope_dim=16, max_rise=1e9, tokens=400)
+    strict, _ = convert_tiny(tmp_path / "b", rope_dim=16, max_rise=-1.0, tokens=400)
+    assert (generous.rank, strict.rank) == (12, 48)
+    assert strict.rise > -1.0
+
+
+def test_the_search_for_a_rank_tries_a_few() -> None:
+    tried: list[int] = []
+
+    def holds(rank: int) -> bool:
+        tried.append(rank)
+        return rank >= 50
+
+    assert smallest_within([10, 20, 30, 40, 50, 60, 70], holds) == 50
+    assert len(tried) <= 3
+
+
+def test_what_cannot_be_converted_is_refused_in_one_line(tmp_path: Path) -> None:
+    write_tiny_folder(tmp_path / "small", "llama")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("kept")
+    with pytest.raises(ModelFileError, match="is not empty"):
+        convert_folder(str(tmp_path / "small"), tmp_path / "full", TEXT, Wanted(16))
+    with pytest.raises(ModelFileError, match="the text has 9 tokens; conversion needs 256"):
+        convert_folder(str(tmp_path / "small"), tmp_path / "new", "too short", Wanted(16))
+    _, converted = convert_tiny(tmp_path, rope_dim=16, rank=20, tokens=400)
+    with pytest.raises(ModelFileError, match="ConvertedLatentForCausalLM; conversion is for the Llama family"):
+        convert_folder(str(converted), tmp_path / "again", TEXT, Wanted(16))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_frequencies": [1.0]}, "rope_frequencies is .*; it must be a list of 8 numbers"),
+        ({"kv_lora_rank": 0}, "kv_lora_rank is 0"),
+    ],
+)
+def test_a_damaged_configuration_is_named_by_field(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    _, target = convert_tiny(tmp_path, rope_dim=16, rank=20, tokens=400)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ModelFileError, match=message):
+        load_model(str(target))

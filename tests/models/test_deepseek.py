@@ -18,8 +18,9 @@ from models.families import config_of_folder
 from models.folder import find_model
 from models.hf_folder import load_weights
 from models.latent_attention import Form, LatentShape
+from models.linear import FloatLinear
 from models.load import LoadedModel, load_model
-from models.mixture import GatedWeights, MixtureWeights, gated, mixture, route
+from models.mixture import Gated, MixtureWeights, mixture, route
 from tests.models.builders import new_cache, run, write_tiny_folder
 from tests.models.contract import check_all, tokens
 
@@ -147,9 +148,11 @@ def moe_weights(hidden: int, config: MoEConfig) -> MixtureWeights:
         return torch.randn(*shape, generator=generator)
 
     size, count = config.expert_size, config.routed_experts
-    shared = GatedWeights(random(2 * size, hidden), random(hidden, size))
-    experts = GatedWeights(random(count, 2 * size, hidden), random(count, hidden, size))
-    return MixtureWeights(random(count, hidden), random(count), shared, experts)
+
+    def expert() -> Gated:
+        return Gated(FloatLinear(random(2 * size, hidden)), FloatLinear(random(hidden, size)))
+
+    return MixtureWeights(random(count, hidden), random(count), expert(), [expert() for _ in range(count)])
 
 
 @settings(max_examples=25, deadline=None)
@@ -162,11 +165,10 @@ def test_a_mixture_is_the_weighted_sum_of_the_experts_that_a_token_takes(
     weights = moe_weights(6, config)
     hidden = torch.randn(count, 6, generator=torch.Generator().manual_seed(seed))
     experts, shares = route(hidden, weights, config)
-    expected = gated(hidden, weights.shared.gate_up, weights.shared.down)
+    expected = weights.shared(hidden)
     for token in range(count):
         for expert, share in zip(experts[token].tolist(), shares[token], strict=True):
-            one = gated(hidden[token], weights.experts.gate_up[expert], weights.experts.down[expert])
-            expected[token] += share * one
+            expected[token] += share * weights.experts[expert](hidden[token, None])[0]
     torch.testing.assert_close(mixture(hidden, weights, config), expected, atol=1e-4, rtol=1e-4)
 
 

@@ -64,7 +64,7 @@ def test_a_text_of_one_token_cannot_be_scored(tiny: LoadedModel) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "perplexity_rise", "agreement", "bytes_per_token"),
-    [("bf16", 0.002, 0.985, 23_040), ("fp8", 0.005, 0.92, 11_700), ("int8", 0.005, 0.97, 11_880)],
+    [("bf16", 0.002, 0.985, 23_040), ("fp8", 0.005, 0.94, 11_700), ("int8", 0.005, 0.97, 11_880)],
 )
 def test_a_kv_format_keeps_the_default_models_quality(
     default_model: LoadedModel,

@@ -93,8 +93,8 @@ def test_storage_reads_go_through_the_card_with_less_to_read() -> None:
     moved = {}
     for reads in ("prefill", "dual"):
         storage = {"nic_bytes_per_s": 5e9, "reads": reads}
-        cluster = profile(tiers=tiers, network=network, storage=storage, prefill_blocks=60)
-        first = [row(10.0 * number, 20_000, first_block=1000 * number) for number in range(3)]
+        cluster = profile(tiers=tiers, network=network, storage=storage, prefill_blocks=80)
+        first = [row(10.0 * number, 20_000, first_block=1000 * number) for number in range(4)]
         again = [row(40.0 + number / 100, 20_000, first_block=1000 * number) for number in range(2)]
         chosen = options(cluster, policy="kvcache_centric", prefill_workers=1)
         simulation, _ = run([*first, *again], chosen)

@@ -175,6 +175,23 @@ def test_streamed_handover_hides_the_transfer_behind_the_prompt() -> None:
     assert 16_000 * TRANSFER_S - last_chunk_s / 8 == pytest.approx(after.ttft_s - streamed.ttft_s, abs=0.007)
 
 
+def test_prompts_whose_fetched_blocks_fill_the_pool_all_finish() -> None:
+    """Fetches wait for room, and what they keep never locks out the prompt whose turn it is."""
+    tiers = {"shared": {"bytes_per_s": 20e9, "blocks": 10_000}}
+    cluster = profile(tiers=tiers, prefill_blocks=50)
+    turns = [
+        row(20.0 * turn + number / 50, 9_000 + 1_000 * turn, first_block=100 * number)
+        for turn in range(3)
+        for number in range(12)
+    ]
+    simulation, _ = run(turns, options(cluster, policy="kvcache_centric", prefill_workers=1))
+    outcomes = collect("t", simulation).outcomes
+    assert all(outcome.status is OutcomeStatus.COMPLETED for outcome in outcomes)
+    assert simulation.cluster.network.bytes_moved["shared_restore"] > 0
+    pool = simulation.cluster.workers["prefill-000"].cache
+    assert (pool.pinned_blocks, pool.promised_blocks) == (0, 0)
+
+
 def test_late_reports_lower_the_hits_of_a_cache_aware_policy() -> None:
     """With events a minute late the scheduler still sees what it dispatched itself, but no confirmation."""
     trace = [row(number * 0.5, 4000, first_block=1000 * (number % 3)) for number in range(24)]

@@ -15,10 +15,12 @@ from conductor.core.messages import GenerationJob, SamplingParams, TokenOutput
 from conductor.core.types import Holder, Placement, Request, ReusePlan, Role, Tier, TTFTEstimate
 from tests.workers.doubles import BLOCK_TOKENS, ROOT, ChainModel, packed
 from workers.actor import WorkerActor
-from workers.assembly import Build, WorkerParts, make_cache
+from workers.assembly import Build, WorkerParts, make_cache, node_of
 from workers.config import WorkerConfig
 from workers.decode import DecodeWorker
 from workers.engine import Engine
+from workers.kv_store.base import BlockFormat
+from workers.kv_store.opening import open_tiers
 from workers.kv_transfer.loopback import Fabric, LoopbackTransport
 from workers.prefill import PrefillWorker
 
@@ -92,11 +94,12 @@ class Cluster:
         model: ChainModel | None = None,
         read: bool = True,
         build: Build | None = None,
+        namespace: str = "chain",
         **changes: Any,
     ) -> Any:
         kind = PrefillWorker if worker_id.startswith("p") else DecodeWorker
         config = worker_config(worker_id, **changes)
-        worker = kind(config, build or loopback_parts(self.fabric, model))
+        worker = kind(config, build or loopback_parts(self.fabric, model, namespace))
         self.workers[worker_id] = worker
         self.handles[worker_id] = Handle(worker)
         await worker.attach(Handle(self.conductor), 1)
@@ -152,12 +155,13 @@ def worker_config(worker_id: str, **changes: Any) -> WorkerConfig:
     return WorkerConfig(**(settings | changes))
 
 
-def loopback_parts(fabric: Fabric, model: ChainModel | None = None) -> Build:
+def loopback_parts(fabric: Fabric, model: ChainModel | None = None, namespace: str = "chain") -> Build:
     def build(config: WorkerConfig) -> WorkerParts:
         loaded = model or ChainModel()
         engine = Engine(loaded, make_cache(config, loaded.layout))
+        tiers = open_tiers(config.store, BlockFormat(namespace, engine.cache.kv), node_of(config))
         transports = {"loopback": LoopbackTransport(engine.cache.kv, fabric)}
-        return WorkerParts(engine, transports, PROFILE, "chain", lambda tenant: ROOT)
+        return WorkerParts(engine, transports, PROFILE, "chain", lambda tenant: ROOT, tiers)
 
     return build
 
@@ -181,9 +185,15 @@ def with_sampling(job: GenerationJob, **changes: Any) -> GenerationJob:
 
 
 def place(
-    job: GenerationJob, prefill: str, decode: str | None = None, *, fetched: int = 0, source: str | None = None
+    job: GenerationJob,
+    prefill: str,
+    decode: str | None = None,
+    *,
+    fetched: int = 0,
+    source: str | None = None,
+    tier: Tier = Tier.DEVICE,
 ) -> Placement:
-    holder = None if source is None else Holder(source, Tier.DEVICE)
+    holder = None if source is None else Holder(source, tier)
     reuse = ReusePlan(fetched_tokens=fetched, source=holder)
     return Placement(job.request.id, job.request.attempt, prefill, decode, reuse, ESTIMATE, None)
 

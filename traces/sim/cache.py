@@ -3,7 +3,8 @@
 A block is pinned while a request uses it. Unpinned blocks stay until their room is needed; the one unpinned longest ago goes
 first. A request unpins its blocks from the last to the first, so a parent is always younger than its children and eviction
 takes leaves first: the pool holds, with a block, all its ancestors. Room without identity (the partial last block of a
-prompt, generated tokens) is counted, not named.
+prompt, generated tokens, blocks on their way here) is counted, not named; so is room promised to a prompt that is being
+computed, which still holds what may be evicted.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from collections.abc import Mapping, Sequence
 class BlockCache:
     """Device pool of `capacity_blocks`. Methods that add blocks return what they had to evict, in order of eviction."""
 
-    __slots__ = ("_idle", "_refs", "anonymous_blocks", "capacity_blocks")
+    __slots__ = ("_idle", "_refs", "anonymous_blocks", "capacity_blocks", "promised_blocks")
 
     def __init__(self, capacity_blocks: int) -> None:
         self.capacity_blocks = capacity_blocks
         self.anonymous_blocks = 0
+        self.promised_blocks = 0
         self._refs: dict[int, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
 
@@ -36,7 +38,7 @@ class BlockCache:
     @property
     def free_blocks(self) -> int:
         """Blocks that a new request could get: empty ones and those that may be evicted."""
-        return self.capacity_blocks - self.pinned_blocks
+        return self.capacity_blocks - self.pinned_blocks - self.promised_blocks
 
     def contents(self) -> tuple[int, ...]:
         """Every held block, parents before children."""

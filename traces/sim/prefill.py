@@ -4,6 +4,9 @@ Every step computes at most `step_tokens` new tokens. Prompts in progress come f
 submission while the step has tokens left and the pool has room for the whole prompt. A prompt reuses the blocks that the
 cache holds when it is admitted, always leaving at least its last token to compute. A block can be reused from the step that
 computes it on, since a step's attention sees the KV that the same step writes. Blocks stay pinned until the hand-over is done.
+
+Blocks fetched for a waiting prompt are pinned too, but never keep the first in line out for good: when nobody else is here
+whose room will become free, the last in line lets its blocks go.
 """
 
 from __future__ import annotations
@@ -80,12 +83,13 @@ class EngineLimits(NamedTuple):
 
 
 class PrefillHooks(NamedTuple):
-    """Called by the engine: a prompt enters its first step, is complete, or can never fit. `gate`, where there is one, is asked
+    """Called by the engine: a prompt enters its first step, is complete, or can never fit; room was freed. `gate`, where there is one, is asked
     for the next step and answers by calling back at a moment when the accelerator is free."""
 
     started: Callable[[Job], None]
     finished: Callable[[Job], None]
     refused: Callable[[Job, str], None]
+    freed: Callable[[], None]
     gate: Callable[[StepStart], None] | None = None
 
 
@@ -111,7 +115,8 @@ class PrefillEngine:
         self._hooks = hooks
         self._waiting: list[Job] = []
         self._running: list[Job] = []
-        self._reserved_blocks = 0
+        self._admitted: set[int] = set()
+        self._blocked = False
         self._stepping = False
         self._begin_planned = False
         self._dead = False
@@ -122,15 +127,25 @@ class PrefillEngine:
         bisect.insort(self._waiting, job, key=_order)
         self._wake()
 
+    @property
+    def blocked(self) -> bool:
+        """The first prompt in line waits for room."""
+        return self._blocked and bool(self._waiting)
+
     def release(self, job: Job) -> None:
         """The job's KV has left: its blocks may be evicted."""
-        if not (job.pinned or job.private_blocks or job.reserved_blocks):
-            return
-        self.cache.unpin(job.request.block_hashes[: job.pinned])
-        self.cache.release_anonymous(job.private_blocks)
-        self._reserved_blocks -= job.reserved_blocks
-        job.pinned = job.private_blocks = job.reserved_blocks = 0
+        if job.pinned or job.private_blocks or job.reserved_blocks:
+            self._admitted.discard(job.order)
+            self.cache.unpin(job.request.block_hashes[: job.pinned])
+            self.cache.release_anonymous(job.private_blocks)
+            self.cache.promised_blocks -= job.reserved_blocks
+            job.pinned = job.private_blocks = job.reserved_blocks = 0
+            self.room_freed()
+
+    def room_freed(self) -> None:
+        """Somebody let go of blocks in the cache."""
         self._wake()
+        self._hooks.freed()
 
     def cancel(self, job: Job) -> None:
         """Forget a queued or complete job at once, one in the middle of a step when that ends."""
@@ -142,6 +157,7 @@ class PrefillEngine:
                 return
             self._running.remove(job)
         self.release(job)
+        self.room_freed()
 
     def kill(self) -> list[Job]:
         """The node is gone. Returns the jobs that it had."""
@@ -192,14 +208,18 @@ class PrefillEngine:
         evicted: list[int] = []
         for job in self._running:
             left -= self._take(job, left, step, evicted)
+        was_blocked, self._blocked = self._blocked, False
         while left > 0 and self._waiting and len(self._running) < self._limits.max_batch:
             job = self._waiting[0]
-            if not self._admit(job, evicted):
+            self._blocked = not self._admit(job, evicted)
+            if self._blocked:
                 break
             if self._running and self._running[-1] is job:
                 left -= self._take(job, left, step, evicted)
         if evicted:
             self._reporter.removed(Tier.DEVICE, evicted)
+        if was_blocked and not self._blocked:
+            self._hooks.freed()
         return step
 
     def _take(self, job: Job, left: int, step: list[Slice], evicted: list[int]) -> int:
@@ -215,7 +235,7 @@ class PrefillEngine:
             added, removed = self.cache.store(job.request.block_hashes[job.pinned : filled])
             evicted += removed
             job.reserved_blocks -= filled - job.pinned
-            self._reserved_blocks -= filled - job.pinned
+            self.cache.promised_blocks -= filled - job.pinned
             job.pinned = filled
         step.append(Slice(job, tokens, added))
         return tokens
@@ -229,10 +249,11 @@ class PrefillEngine:
             pool = f"the pool of {self._reporter.source} has {self.cache.capacity_blocks}"
             self._hooks.refused(job, f"request of {whole_blocks} blocks; {pool}")
             return True
-        if whole_blocks > self.cache.free_blocks + job.pinned - self._reserved_blocks:
+        if whole_blocks > self.cache.free_blocks + job.pinned and not self._others_yield(job, whole_blocks):
             return False
         del self._waiting[0]
         self._running.append(job)
+        self._admitted.add(job.order)
         self._reuse(job)
         evicted += self._reserve(job, whole_blocks)
         self._reporter.emit(PrefillStarted(job.request.id, job.request.attempt, self._reporter.source))
@@ -240,6 +261,16 @@ class PrefillEngine:
             job.record.prefill_start_s = self._loop.now
         self._hooks.started(job)
         return True
+
+    def _others_yield(self, job: Job, whole_blocks: int) -> bool:
+        """Let go of what was fetched for prompts behind `job`, if no room will become free otherwise. True if that suffices."""
+        others = [] if self._admitted else self._waiting[:0:-1]
+        for other in others:
+            self.cache.unpin(other.request.block_hashes[: other.pinned])
+            other.pinned = 0
+            if whole_blocks <= self.cache.free_blocks + job.pinned:
+                return True
+        return False
 
     def _reuse(self, job: Job) -> None:
         blocks = job.request.block_hashes
@@ -256,7 +287,7 @@ class PrefillEngine:
         named = len(job.request.block_hashes) if self._limits.reuse_blocks else 0
         job.private_blocks = whole_blocks - named
         job.reserved_blocks = named - job.pinned
-        self._reserved_blocks += job.reserved_blocks
+        self.cache.promised_blocks += job.reserved_blocks
         return self.cache.take_anonymous(job.private_blocks)
 
     def _end(self, step: list[Slice], duration_s: float) -> None:

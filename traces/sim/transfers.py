@@ -1,13 +1,14 @@
 """Moves blocks into the device pools of simulated workers: what a placement fetches, and what a migration copies.
 
 The source pins what it sends. It sends the longest run of the wanted blocks that it still holds; what it has lost since the
-decision is computed instead. Fetched blocks stay in the target's pool, so replicas follow demand. Peers send over both
+decision is computed instead. A fetch waits in line until the target has room, and takes it before the first byte. Fetched blocks stay in the target's pool, so replicas follow demand. Peers send over both
 network cards; lower tiers send over their own channel, the shared store also over a network card.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -57,36 +58,60 @@ class BlockMover:
         self._workers = workers
         self._deliver = deliver
         self._parent_of = parent_of
+        self._lines: dict[WorkerId, deque[tuple[Job, Callable[[Job], None]]]] = {}
         self._fetches: dict[str, Fetch] = {}
         self._copies: dict[str, Fetch] = {}
 
     def fetch(self, job: Job, target: SimWorker, submit: Callable[[Job], None]) -> None:
-        """Pull what the job's placement fetches, then submit the job."""
-        plan = job.placement.reuse
+        """Pull what the job's placement fetches as soon as `target` has room for it, then submit the job."""
+        self._lines.setdefault(target.spec.id, deque()).append((job, submit))
+        self.begin_fetches(target)
+
+    def begin_fetches(self, target: SimWorker) -> None:
+        """Start those in line that there is room for, in order. Nothing starts while a prompt that is here waits for room."""
+        line = self._lines.get(target.spec.id)
+        while line and not (target.prefill is not None and target.prefill.blocked) and self._begin(target, *line[0]):
+            line.popleft()
+
+    def _begin(self, target: SimWorker, job: Job, submit: Callable[[Job], None]) -> bool:
+        """Start a fetch, or submit the job when there is nothing to fetch. False when there is no room yet."""
+        plan, cache = job.placement.reuse, target.cache
         first = plan.local_tokens // self._block_tokens
         wanted = job.request.block_hashes[first : first + plan.fetched_tokens // self._block_tokens]
         blocks = () if plan.source is None else wanted[: self._held(plan.source, target, wanted)]
-        if plan.source is None or not blocks:
+        if plan.source is None or not blocks or first + len(blocks) > cache.capacity_blocks:
             submit(job)
-            return
+            return True
         self._hold(job, target, first)
-        source = self._workers.get(plan.source.owner) if plan.source.tier is Tier.DEVICE else None
-        links = self._links(plan.source, target)
-        size_bytes = len(blocks) * self._block_bytes
-        path = "peer_fetch" if source else f"{plan.source.tier.name.lower()}_restore"
+        if len(blocks) > cache.free_blocks:
+            cache.unpin(job.request.block_hashes[: job.pinned])
+            job.pinned = 0
+            return False
+        evicted = cache.take_anonymous(len(blocks))
+        if evicted:
+            target.reporter.removed(Tier.DEVICE, evicted)
+        self._send(job, target, plan.source, blocks, submit)
+        return True
+
+    def _send(self, job: Job, target: SimWorker, holder: Holder, blocks: Sequence[int], submit: Callable[[Job], None]) -> None:
+        source = self._workers.get(holder.owner) if holder.tier is Tier.DEVICE else None
+        links = self._links(holder, target)
+        path = "peer_fetch" if source else f"{holder.tier.name.lower()}_restore"
         path += "_relayed" if len(links) == RELAY_LINKS else ""
-        flow = self._network.start(path, links, size_bytes, self._fetched, job, first, submit)
+        flow = self._network.start(path, links, len(blocks) * self._block_bytes, self._fetched, job, submit)
         if source is not None:
             source.cache.pin(blocks)
         self._fetches[job.request.id] = Fetch(flow, blocks, source, target)
 
-    def abort(self, job: Job) -> bool:
-        """Break off the job's fetch. False when it has none."""
+    def abort(self, job: Job) -> None:
+        """Break off the job's fetch, if it has one."""
+        for line in self._lines.values():
+            for entry in [entry for entry in line if entry[0] is job]:
+                line.remove(entry)
         fetch = self._fetches.pop(job.request.id, None)
-        if fetch is None:
-            return False
-        self._stop(fetch)
-        return True
+        if fetch is not None:
+            fetch.target.cache.release_anonymous(len(fetch.blocks))
+            self._stop(fetch)
 
     def transfer(self, command: TransferBlocks) -> None:
         """Copy blocks from one device pool to another, as the scheduler's replicator asks."""
@@ -112,6 +137,7 @@ class BlockMover:
 
     def forget(self, worker: SimWorker) -> None:
         """Break off what comes from or goes to a lost worker; jobs whose source is gone compute instead."""
+        self._lines.pop(worker.spec.id, None)
         for transfer_id, copy in list(self._copies.items()):
             if worker in (copy.source, copy.target):
                 del self._copies[transfer_id]
@@ -153,28 +179,35 @@ class BlockMover:
         target.cache.pin(local)
         job.pinned = len(local)
 
-    def _fetched(self, job: Job, first: int, submit: Callable[[Job], None]) -> None:
+    def _fetched(self, job: Job, submit: Callable[[Job], None]) -> None:
         fetch = self._fetches.pop(job.request.id)
-        if fetch.source is not None:
-            fetch.source.cache.unpin(fetch.blocks)
+        fetch.target.cache.release_anonymous(len(fetch.blocks))
+        first = job.placement.reuse.local_tokens // self._block_tokens
         intact = fetch.source is None or fetch.source.spec.id in self._workers
-        if intact and job.pinned == first and fetch.target.cache.free_blocks >= len(fetch.blocks):
+        if intact and job.pinned == first:
             fetch.target.keep(job.request.block_hashes[first - 1] if first else None, fetch.blocks)
             job.pinned = first + len(fetch.blocks)
+        self._let_go(fetch)
         submit(job)
 
     def _copied(self, command: TransferBlocks) -> None:
         copy = self._copies.pop(command.transfer_id)
-        if copy.source is not None:
-            copy.source.cache.unpin(copy.blocks)
         cache = copy.target.cache
         if cache.free_blocks >= len(copy.blocks):
             copy.target.keep(None, copy.blocks)
             cache.unpin(copy.blocks)
+        self._let_go(copy)
         duration_s = self._loop.now - copy.flow.started_s
         self._deliver(TransferFinished(command.transfer_id, copy.flow.size_bytes, duration_s))
 
     def _stop(self, fetch: Fetch) -> None:
         self._network.stop(fetch.flow)
+        self._let_go(fetch)
+
+    @staticmethod
+    def _let_go(fetch: Fetch) -> None:
+        """The source may evict what it sent."""
         if fetch.source is not None:
             fetch.source.cache.unpin(fetch.blocks)
+            if fetch.source.prefill is not None:
+                fetch.source.prefill.room_freed()

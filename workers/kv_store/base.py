@@ -24,6 +24,7 @@ import xxhash
 
 from conductor.core.types import BlockHash, Tier
 from workers.block_pool import Removed, Stored
+from workers.kv_store.retention import HeldBlock
 from workers.kv_transfer.base import KVArray, KVDescriptor
 
 TierChange: TypeAlias = Stored | Removed
@@ -130,6 +131,10 @@ class KVTier(ABC):
     @abstractmethod
     def snapshot(self) -> tuple[BlockHash, ...]:
         """Everything that is held; undrained changes are part of it and forgotten."""
+
+    @abstractmethod
+    def held(self) -> list[HeldBlock]:
+        """Everything that is held with parent, last use, traffic class and pin, in no particular order."""
 
     @abstractmethod
     def stats(self) -> TierStats: ...

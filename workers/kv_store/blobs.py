@@ -20,6 +20,7 @@ from workers.kv_store.files import Files
 from workers.kv_transfer.base import KVArray
 
 TEMPORARY = ".tmp-"
+MAPPED_FROM_BYTES = 128  # a header alone is read
 
 
 class Blobs(Protocol):
@@ -57,13 +58,17 @@ class MountedBlobs:
             self._files.make_dir(path.parent)
         try:
             self._files.append(temporary, buffers)
-            if self._sync:
-                self._files.sync(temporary)
+            self._finish(temporary)
             self._files.publish(temporary, path)
         except OSError:
             self._files.unlink(temporary)
             raise
         self._made.add(path.parent)
+
+    def _finish(self, temporary: Path) -> None:
+        """A file is written and not yet seen by anybody."""
+        if self._sync:
+            self._files.sync(temporary)
 
     def read(self, name: str, offset: int, count: int) -> KVArray | None:
         try:
@@ -82,6 +87,21 @@ class MountedBlobs:
 
     def list(self, directory: str) -> list[str]:
         return [name for name in self._files.list_dir(self._root / directory) if not name.startswith(TEMPORARY)]
+
+
+class MappedBlobs(MountedBlobs):
+    """Files in memory: reading whole ones maps their pages, which nobody changes once a file is published."""
+
+    def _finish(self, temporary: Path) -> None:
+        self._files.collapse(temporary)
+
+    def read(self, name: str, offset: int, count: int) -> KVArray | None:
+        if offset or count < MAPPED_FROM_BYTES:
+            return super().read(name, offset, count)
+        try:
+            return self._files.map(self._root / name, count)
+        except FileNotFoundError:
+            return None
 
 
 class BucketBlobs:

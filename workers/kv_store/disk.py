@@ -24,7 +24,7 @@ from workers.kv_store.base import BlockFormat, KVStoreError, KVTier, NewBlock, T
 from workers.kv_store.files import Files, LockFile
 from workers.kv_store.pins import Pins
 from workers.kv_store.records import Damage, encode_header, open_record, record_bytes
-from workers.kv_store.retention import RetentionPolicy, plan_eviction
+from workers.kv_store.retention import HeldBlock, RetentionPolicy, plan_eviction
 from workers.kv_store.segment_index import SegmentIndex, Where
 from workers.kv_store.segments import SUFFIX, Segment, number_of, read_records, segment_paths
 from workers.kv_transfer.base import KVArray
@@ -281,6 +281,11 @@ class DiskTier(KVTier):
         with self._lock:
             self.changes.drain()
             return tuple(self._index)
+
+    def held(self) -> list[HeldBlock]:
+        self._pins.refresh()
+        with self._lock:
+            return self._index.held(self._pins)
 
     def stats(self) -> TierStats:
         count, used = self.counters, self._used_bytes()

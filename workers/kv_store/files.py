@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from workers.kv_store.pages import collapse, map_file
 from workers.kv_transfer.base import KVArray
 
 MAX_BUFFERS_A_WRITE = 512  # below every system's IOV_MAX
@@ -70,9 +71,25 @@ class Files:
             os.close(handle)
         return buffer[:done]
 
+    def map(self, path: Path, count: int) -> KVArray:
+        """Up to the first `count` bytes of a file in memory, as its own pages; they stay valid when the file is unlinked."""
+        return map_file(path, count)
+
+    def collapse(self, path: Path) -> None:
+        """Make a file in memory cheap to map, where that can be had."""
+        collapse(path)
+
     def publish(self, temporary: Path, path: Path) -> None:
         """Give a complete file its name, in one step for everybody."""
         os.replace(temporary, path)
+
+    def forget_pages(self, path: Path) -> None:
+        """Ask the operating system to drop a synced file from its page cache."""
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(handle)
 
     def unlink(self, path: Path) -> None:
         path.unlink(missing_ok=True)
@@ -88,14 +105,27 @@ class Files:
 
 
 class LockFile:
-    """An exclusive lock on a file, held by whoever opened it, and gone with its process."""
+    """A lock on a file, exclusive or shared, held by whoever opened it, and gone with its process."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a")
 
-    def acquire(self, *, wait: bool = True) -> bool:
+    @property
+    def closed(self) -> bool:
+        return self._file.closed
+
+    def is_at(self, path: Path) -> bool:
+        """Whether `path` still names the file that was opened."""
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return os.path.samestat(os.fstat(self._file.fileno()), path.stat())
+        except OSError:
+            return False
+
+    def acquire(self, *, wait: bool = True, shared: bool = False) -> bool:
+        """A shared lock becomes exclusive, or is lost if that fails."""
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        try:
+            fcntl.flock(self._file, kind if wait else kind | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 return False

@@ -184,4 +184,5 @@ class PairedTransports:
                 count = max(1, min(MAX_PROBE_BLOCKS, PROBE_BYTES // self.kv.block_bytes))
                 shape = count, self.kv.layer_block_bytes
                 self._probe = KVBlocks.of([np.zeros(shape, np.uint8) for _ in range(self.kv.num_layers)])
+                self.register(self._probe.rows)
             return self._probe if blocks is None else self._probe.part(0, blocks)

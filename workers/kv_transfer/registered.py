@@ -43,6 +43,14 @@ class Location:
     word: int
 
 
+@dataclass(slots=True)
+class Region:
+    """Registered memory, kept while anybody needs it."""
+
+    memory: KVArray
+    users: int = 0
+
+
 class Words:
     """Registered words, one a user, handed out and taken back. Thread-safe."""
 
@@ -79,24 +87,41 @@ class RegisteredTransport(LeasedTransport):
         super().__init__(kv, clock)
         self._alive, self._seen = Words(MAX_OFFERS), Words(MAX_FETCHES)
         self._slots: dict[str, int] = {}
-        self._memory: dict[int, KVArray] = {}
+        self._memory_lock = threading.Lock()
+        self._memory: dict[tuple[int, int], Region] = {}
+        self._lent: dict[str, list[tuple[int, int]]] = {}
 
     def register(self, rows: Sequence[KVArray]) -> None:
-        for layer in rows:
-            address = int(layer.ctypes.data)
-            known = self._memory.get(address)
-            if known is not None and known.nbytes >= layer.nbytes:
-                continue
-            self._register(address, layer.nbytes)
-            self._memory[address] = layer
+        self._enrol(rows)
+
+    def _enrol(self, rows: Sequence[KVArray]) -> list[tuple[int, int]]:
+        """Have memory registered until it is struck off as often as it was enrolled."""
+        places = [(int(layer.ctypes.data), layer.nbytes) for layer in rows]
+        with self._memory_lock:
+            for place, layer in zip(places, rows, strict=True):
+                region = self._memory.get(place)
+                if region is None:
+                    self._register(*place)
+                    region = self._memory[place] = Region(layer)
+                region.users += 1
+        return places
+
+    def _strike(self, places: Sequence[tuple[int, int]]) -> None:
+        with self._memory_lock:
+            for place in places:
+                region = self._memory[place]
+                region.users -= 1
+                if not region.users:
+                    self._deregister(*place)
+                    del self._memory[place]
 
     def _register_words(self) -> None:
         """For the constructors of derived classes, once their library runs."""
         self.register((self._alive.row, self._seen.row))
 
     def _publish(self, offer_id: str, blocks: KVBlocks) -> Location:
-        self.register(blocks.rows)
         slot = self._alive.take()
+        self._lent[offer_id] = self._enrol(blocks.rows)
         word = secrets.randbits(63) + 1
         self._alive.memory[slot] = word
         self._slots[offer_id] = slot
@@ -107,27 +132,33 @@ class RegisteredTransport(LeasedTransport):
         location: Location = ticket.location
         if (len(location.ids), len(location.bases)) != (ticket.blocks, ticket.layers):
             raise wrong_length(ticket, f"{len(location.ids)} blocks of {len(location.bases)} layers")
-        self.register(into.rows)
         deadline_s = time.monotonic() + timeout_s
-        self._read(location.peer, list(_reads(location, into, first, ticket.kv.layer_block_bytes)), deadline_s)
+        places = self._enrol(into.rows)
+        try:
+            self._read(location.peer, list(_reads(location, into, first, ticket.kv.layer_block_bytes)), deadline_s)
+        finally:
+            self._strike(places)
+        if not self._still_alive(location, deadline_s):
+            raise OfferGone(f"offer {ticket.id} has been released")
+
+    def _still_alive(self, location: Location, deadline_s: float) -> bool:
         slot = self._seen.take()
         try:
             self._read(location.peer, [(self._seen.address(slot), location.word_address, WORD_BYTES)], deadline_s)
-            alive = int(self._seen.memory[slot]) == location.word
+            return int(self._seen.memory[slot]) == location.word
         finally:
             self._seen.give_back(slot)
-        if not alive:
-            raise OfferGone(f"offer {ticket.id} has been released")
 
     def _withdraw(self, offer_id: str) -> None:
         slot = self._slots.pop(offer_id)
         self._alive.memory[slot] = 0
         self._alive.give_back(slot)
+        self._strike(self._lent.pop(offer_id))
 
     def close(self) -> None:
         super().close()
-        for address, memory in self._memory.items():
-            self._deregister(address, memory.nbytes)
+        for place in self._memory:
+            self._deregister(*place)
         self._memory.clear()
 
     @abstractmethod

@@ -12,7 +12,8 @@ from workers.kv_store.base import BlockFormat, KVTier
 from workers.kv_store.disk import DiskLimits, DiskTier
 from workers.kv_store.files import Files
 from workers.kv_store.records import HEADER_BYTES
-from workers.kv_store.shared_directory import SharedDirectoryTier, SharedLimits
+from workers.kv_store.shared_directory import SharedDirectoryTier
+from workers.kv_store.shared_memory import SharedMemoryTier
 
 RECORD_BYTES = HEADER_BYTES + BLOCK_BYTES
 MakeTier = Callable[..., KVTier]
@@ -25,10 +26,15 @@ def make_disk(path: Path, blocks: int = 40, block_format: BlockFormat = FORMAT, 
 
 def make_shared(path: Path, blocks: int = 40, block_format: BlockFormat = FORMAT, files: Files | None = None) -> KVTier:
     paths = [str(path / "a"), str(path / "b")]
-    return SharedDirectoryTier(paths, block_format, SharedLimits(blocks * RECORD_BYTES), files, Clock())
+    return SharedDirectoryTier(paths, block_format, blocks * RECORD_BYTES, None, files, Clock())
 
 
-MAKERS: dict[str, MakeTier] = {"disk": make_disk, "shared": make_shared}
+def make_host(path: Path, blocks: int = 40, block_format: BlockFormat = FORMAT, files: Files | None = None) -> KVTier:
+    """In a directory of any file system, as it would be in memory."""
+    return SharedMemoryTier(path / "host" / "tier", block_format, blocks * RECORD_BYTES, None, files, Clock())
+
+
+MAKERS: dict[str, MakeTier] = {"disk": make_disk, "host": make_host, "shared": make_shared}
 
 
 @pytest.fixture(params=sorted(MAKERS))

@@ -107,6 +107,11 @@ class FaultyFiles(Files):
             raise OSError(self.read_error, errno.errorcode[self.read_error])
         return super().read(path, offset, count)
 
+    def map(self, path: Path, count: int) -> KVArray:
+        if self.read_error is not None:
+            raise OSError(self.read_error, errno.errorcode[self.read_error])
+        return super().map(path, count)
+
     def _die(self) -> None:
         """A power cut: of what was not synced any part may have reached the disk."""
         dice = random.Random(self.seed)

@@ -145,9 +145,9 @@ def test_disk_space_is_bounded(tmp_path: Path) -> None:
 def test_a_bucket_is_a_shared_store(tmp_path: Path) -> None:
     """The same tier over an fsspec URL."""
     pytest.importorskip("fsspec")
-    from workers.kv_store.shared_directory import SharedDirectoryTier, SharedLimits
+    from workers.kv_store.shared_directory import SharedDirectoryTier
 
-    tier = SharedDirectoryTier([f"local://{tmp_path}/bucket"], FORMAT, SharedLimits(20 * RECORD_BYTES))
+    tier = SharedDirectoryTier([f"local://{tmp_path}/bucket"], FORMAT, 20 * RECORD_BYTES)
     assert tier.put(new_blocks(chain(0, 4))) == 4
     assert read(tier, chain(0, 6)) == 4
     assert tier.remove(chain(0, 4)[1:]) == 3

@@ -1,7 +1,7 @@
-"""To a Ray cluster and to its Conductor: starts or joins Ray for this process, and finds what runs there.
+"""Starting or joining Ray, finding the Conductor on it, and reading its errors.
 
-Everything that concerns Ray as a whole, authentication and environment included, is settled here, so that a command which only
-looks at a running cluster needs nothing of what starts one.
+What is set before `ray.init` decides for every process that Ray starts: authentication, thread counts, zero-copy tensors. So it
+is set in one place, here. Which actors there are is `cluster.py`'s business.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from conductor.config import ClusterSection
+
+logger = logging.getLogger(__name__)
 
 CONDUCTOR_NAME = "conductor"
 MIB = 2**20
@@ -69,3 +71,19 @@ def first_cause(error: BaseException) -> str:
         return first_cause(cause)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
+
+
+def is_worker_loss(error: BaseException) -> bool:
+    """Whether a call failed because its target is gone, rather than because the target could not do it (its own peer being
+    gone included)."""
+    from ray.exceptions import RayActorError, RayTaskError
+
+    return isinstance(error, RayActorError) and not isinstance(error, RayTaskError)
+
+
+async def until_gone(handle: Any) -> None:
+    """Wait until an actor's `alive()` ends, however it ends."""
+    try:
+        await handle.alive.remote()
+    except Exception as error:
+        logger.info("an actor is gone: %s", type(error).__name__)

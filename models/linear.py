@@ -1,0 +1,87 @@
+"""Projections: a matrix of weights that rows are multiplied with, kept as it is, or in eight bits.
+
+- `FloatLinear` keeps the tensor, mapped to its file where it came from one. A few rows, as in decoding, cost the reading of the
+  weights and go to the native kernel; more go to torch.
+- `Int8Linear` keeps int8 weights with a scale for every 32 inputs of an output, a quarter of the bytes. The rows it is given
+  are rounded to 16 bits, a scale for every 32 elements, which loses less than the weights did by three orders of magnitude; a
+  scale for a whole row, or eight bits, would let single large activations ruin their neighbours. Without native kernels torch
+  multiplies with the weights expanded for the moment, which is right, and slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models import native_kernels
+from models.native_kernels import FLOAT_ROWS, GROUP, TILE
+
+WEIGHT_FORMATS = ("full", "int8")
+_LARGEST = 127.0
+_PACK_ROWS = 4096  # packed at a time, so that a large matrix is never in memory twice
+
+Linear: TypeAlias = Callable[[Tensor], Tensor]  # [rows, inputs] -> [rows, outputs]
+
+
+class FloatLinear:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        kernels = native_kernels.usable(x, self.weight) if len(x) <= FLOAT_ROWS else None
+        if kernels is None:
+            return F.linear(x, self.weight, self.bias)
+        return kernels.linear_float(x, self.weight, self.bias)
+
+
+class Int8Linear:
+    """`weight` [outputs, inputs] rounded. Packed as the kernel reads it: [tiles, groups, pairs of inputs, outputs, 2]."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.outputs, self.inputs = weight.shape
+        self.bias = bias
+        parts = [_pack(weight[start : start + _PACK_ROWS].float()) for start in range(0, self.outputs, _PACK_ROWS)]
+        self.packed = torch.cat([packed for packed, _ in parts])
+        self.scales = torch.cat([scales for _, scales in parts])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        kernels = native_kernels.usable(x)
+        if kernels is None:
+            return F.linear(x, self.expanded().to(x), self.bias)
+        return kernels.linear_int8(x, self.packed, self.scales, self.bias, self.outputs)
+
+    def expanded(self) -> Tensor:
+        """The rounded weights, float32 [outputs, inputs]."""
+        numbers = self.packed.permute(0, 3, 1, 2, 4).flatten(3).float()  # tiles, outputs, groups, inputs
+        return (numbers * self.scales.transpose(1, 2)[..., None]).flatten(2).flatten(0, 1)[: self.outputs, : self.inputs]
+
+
+def _pack(weight: Tensor) -> tuple[Tensor, Tensor]:
+    padded = F.pad(weight, (0, -weight.shape[1] % GROUP, 0, -weight.shape[0] % TILE))
+    tiles, groups = padded.shape[0] // TILE, padded.shape[1] // GROUP
+    grouped = padded.view(tiles, TILE, groups, GROUP)
+    scales = grouped.abs().amax(dim=-1) / _LARGEST
+    numbers = torch.where(scales[..., None] > 0, grouped / scales[..., None], 0.0).round_().to(torch.int8)
+    pairs = numbers.view(tiles, TILE, groups, GROUP // 2, 2)
+    return pairs.permute(0, 2, 3, 1, 4).contiguous(), scales.transpose(1, 2).contiguous()
+
+
+class Projections:
+    """Makes the projections of one model from its fused weights, all in one format."""
+
+    def __init__(self, weights: Mapping[str, Tensor], weight_format: str = "full") -> None:
+        if weight_format not in WEIGHT_FORMATS:
+            raise ValueError(f"weights is {weight_format!r}; allowed: {', '.join(WEIGHT_FORMATS)}")
+        self._weights = weights
+        self._make = FloatLinear if weight_format == "full" else Int8Linear
+
+    def __call__(self, weight: str, part: int | None = None) -> Linear:
+        """The projection by the name of its weight, with its bias where it has one; `part` of a stack of several."""
+        bias = self._weights.get(f"{weight.removesuffix('weight')}bias")
+        return self._make(self._weights[weight] if part is None else self._weights[weight][part], bias)

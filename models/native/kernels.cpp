@@ -1,0 +1,437 @@
+// The inner loops of decoding on a CPU, for float32 activations. Plain C interface; `models/native_kernels.py` builds and calls it.
+//
+// Every result is computed in an order that depends on neither the batch nor the number of threads, so that a sequence gets
+// the same bits whoever it is batched with. Vectors are the compiler's own type, as wide as the processor's; the one exception
+// is the integer product, where AVX-512 and AVX2 are named and give the same integers.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+constexpr int LANES = 16;
+#else
+constexpr int LANES = 8;
+#endif
+constexpr int TILE = 16;   // outputs of an int8 matrix whose weights lie together
+constexpr int GROUP = 32;  // elements of a row that share a scale
+constexpr int PARTS = TILE / LANES;
+
+typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+
+inline Floats splat(float value) { return Floats{} + value; }
+inline Floats load(const float* from) { return *reinterpret_cast<const Floats*>(from); }
+inline void store(float* to, Floats value) { *reinterpret_cast<Floats*>(to) = value; }
+
+inline Floats load(const uint16_t* from) {  // bfloat16
+  Words wide = __builtin_convertvector(*reinterpret_cast<const Halves*>(from), Words) << 16;
+  Floats value;
+  std::memcpy(&value, &wide, sizeof value);
+  return value;
+}
+
+inline float sum(Floats value) {
+  for (int width = LANES / 2; width; width /= 2)
+    for (int lane = 0; lane < width; ++lane) value[lane] += value[lane + width];
+  return value[0];
+}
+
+inline uint16_t to_bfloat16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40);
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+}
+
+inline void put(float* to, float value) { *to = value; }
+inline void put(uint16_t* to, float value) { *to = to_bfloat16(value); }
+
+// e^x for x <= 0, to about one part in 10^7: 2^n times a polynomial on [-ln2/2, ln2/2].
+inline Floats exponential(Floats x) {
+  x = x < -87.0f ? splat(-87.0f) : x;
+  Floats turns = x * 1.44269504088896341f - 0.5f;
+  Ints whole = __builtin_convertvector(turns, Ints);  // towards zero, which is rounding to nearest here
+  Floats n = __builtin_convertvector(whole, Floats);
+  Floats r = x - n * 0.693359375f - n * -2.12194440e-4f;
+  Floats p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  Ints power = (whole + 127) << 23;
+  Floats scale;
+  std::memcpy(&scale, &power, sizeof scale);
+  return p * scale;
+}
+
+// ---- float32 products of a few rows: weights stay as they lie in the file --------------------------------------------------
+
+template <int ROWS>
+void rows_float(const float* x, const float* w, const float* bias, float* y, int64_t k, int64_t n, int64_t first, int64_t last) {
+  constexpr int COLUMNS = ROWS * 4 * PARTS <= 16 ? 4 : 2;
+  const int64_t whole = k - k % LANES;
+  for (int64_t column = first; column < last; column += COLUMNS) {
+    Floats acc[ROWS][COLUMNS] = {};
+    const float* rows[COLUMNS];
+    for (int c = 0; c < COLUMNS; ++c) rows[c] = w + std::min(column + c, n - 1) * k;
+    for (int64_t i = 0; i < whole; i += LANES) {
+      Floats weights[COLUMNS];
+      for (int c = 0; c < COLUMNS; ++c) weights[c] = load(rows[c] + i);
+      for (int r = 0; r < ROWS; ++r) {
+        const Floats value = load(x + r * k + i);
+        for (int c = 0; c < COLUMNS; ++c) acc[r][c] += value * weights[c];
+      }
+    }
+    for (int c = 0; c < COLUMNS && column + c < last; ++c)
+      for (int r = 0; r < ROWS; ++r) {
+        float total = sum(acc[r][c]);
+        for (int64_t i = whole; i < k; ++i) total += x[r * k + i] * rows[c][i];
+        y[r * n + column + c] = total + (bias ? bias[column + c] : 0.0f);
+      }
+  }
+}
+
+// ---- int8 weights, 16-bit activations ---------------------------------------------------------------------------------------
+
+// acc[lane] += a.low * w[2 * lane] + a.high * w[2 * lane + 1], the two 16-bit halves of `a` and 8-bit weights.
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+typedef __m512i Sums;
+inline Sums widen(const int8_t* w) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w))); }
+inline void dot(Sums& acc, int32_t a, const Sums& w) {
+#if defined(__AVX512VNNI__)
+  acc = _mm512_dpwssd_epi32(acc, w, _mm512_set1_epi32(a));
+#else
+  acc = _mm512_add_epi32(acc, _mm512_madd_epi16(w, _mm512_set1_epi32(a)));
+#endif
+}
+constexpr int MAX_ROWS = 6, WIDE = 2;
+#elif defined(__AVX2__)
+typedef __m256i Sums;
+inline Sums widen(const int8_t* w) { return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w))); }
+inline void dot(Sums& acc, int32_t a, const Sums& w) {
+  acc = _mm256_add_epi32(acc, _mm256_madd_epi16(w, _mm256_set1_epi32(a)));
+}
+constexpr int MAX_ROWS = 3, WIDE = 1;
+#else
+struct Pairs { Ints even, odd; };
+typedef Ints Sums;
+inline Pairs widen(const int8_t* w) {
+  Pairs out;
+  for (int lane = 0; lane < LANES; ++lane) out.even[lane] = w[2 * lane], out.odd[lane] = w[2 * lane + 1];
+  return out;
+}
+inline void dot(Sums& acc, int32_t a, const Pairs& w) {
+  acc += w.even * static_cast<int32_t>(static_cast<int16_t>(a & 0xffff)) + w.odd * (a >> 16);
+}
+constexpr int MAX_ROWS = 3, WIDE = 1;
+#endif
+
+inline Floats floats(const Sums& acc) { return __builtin_convertvector(reinterpret_cast<const Ints&>(acc), Floats); }
+
+// Rows in 16 bits, a scale for each group, padded with zeros to whole groups.
+struct Rows {
+  const int16_t* values;
+  const float* scales;
+  int64_t groups;
+};
+
+void quantise_row(const float* x, int64_t k, int64_t groups, int16_t* values, float* scales) {
+  for (int64_t group = 0; group < groups; ++group) {
+    const int64_t start = group * GROUP, count = std::min<int64_t>(GROUP, k - start);
+    float largest = 0.0f;
+    for (int64_t i = 0; i < count; ++i) largest = std::max(largest, std::fabs(x[start + i]));
+    const float inverse = largest > 0.0f ? 32767.0f / largest : 0.0f;
+    for (int64_t i = 0; i < count; ++i) values[start + i] = static_cast<int16_t>(std::nearbyintf(x[start + i] * inverse));
+    for (int64_t i = count; i < GROUP; ++i) values[start + i] = 0;
+    scales[group] = largest / 32767.0f;
+  }
+}
+
+// ROWS rows by TILES tiles of 16 outputs. A tile is [groups][16 pairs of inputs][16 outputs][2], its scales [groups][16].
+template <int ROWS, int TILES>
+void tiles_int8(const Rows& x, const int8_t* packed, const float* scales, Floats (&out)[ROWS][TILES * PARTS]) {
+  constexpr int COLUMNS = TILES * PARTS;
+  for (int64_t group = 0; group < x.groups; ++group) {
+    Sums acc[ROWS][COLUMNS] = {};
+    const int8_t* weights[COLUMNS];
+    for (int c = 0; c < COLUMNS; ++c)
+      weights[c] = packed + (c / PARTS * x.groups + group) * TILE * GROUP + c % PARTS * 2 * LANES;
+    for (int pair = 0; pair < GROUP / 2; ++pair) {
+      decltype(widen(packed)) wide[COLUMNS];
+      for (int c = 0; c < COLUMNS; ++c) wide[c] = widen(weights[c] + pair * 2 * TILE);
+      for (int r = 0; r < ROWS; ++r) {
+        int32_t a;
+        std::memcpy(&a, x.values + (r * x.groups + group) * GROUP + 2 * pair, sizeof a);
+        for (int c = 0; c < COLUMNS; ++c) dot(acc[r][c], a, wide[c]);
+      }
+    }
+    for (int c = 0; c < COLUMNS; ++c) {
+      const Floats scale = load(scales + (c / PARTS * x.groups + group) * TILE + c % PARTS * LANES);
+      for (int r = 0; r < ROWS; ++r) out[r][c] += floats(acc[r][c]) * (scale * x.scales[r * x.groups + group]);
+    }
+  }
+}
+
+struct Int8Matrix {
+  const int8_t* packed;
+  const float* scales;
+  const float* bias;
+  int64_t n;
+};
+
+template <int ROWS, int TILES>
+void block_int8(const Rows& x, const Int8Matrix& w, float* y, int64_t tile) {
+  Floats out[ROWS][TILES * PARTS] = {};
+  tiles_int8<ROWS, TILES>(x, w.packed + tile * x.groups * TILE * GROUP, w.scales + tile * x.groups * TILE, out);
+  for (int c = 0; c < TILES * PARTS; ++c) {
+    const int64_t first = tile * TILE + c * LANES, count = std::min<int64_t>(LANES, w.n - first);
+    for (int r = 0; r < ROWS; ++r)
+      for (int64_t lane = 0; lane < count; ++lane)
+        y[r * w.n + first + lane] = out[r][c][lane] + (w.bias ? w.bias[first + lane] : 0.0f);
+  }
+}
+
+template <int ROWS>
+void rows_int8(const Rows& x, const Int8Matrix& w, float* y, int64_t first, int64_t last) {
+  int64_t tile = first;
+  for (; tile + WIDE <= last; tile += WIDE) block_int8<ROWS, WIDE>(x, w, y, tile);
+  if constexpr (WIDE > 1)
+    for (; tile < last; ++tile) block_int8<ROWS, 1>(x, w, y, tile);
+}
+
+template <int ROWS>
+void few_rows_int8(const Rows& x, const Int8Matrix& w, float* y, int64_t rows, int64_t first, int64_t last) {
+  if (rows == ROWS) return rows_int8<ROWS>(x, w, y, first, last);
+  if constexpr (ROWS > 1) few_rows_int8<ROWS - 1>(x, w, y, rows, first, last);
+}
+
+// ---- attention of one new token a sequence over paged KV --------------------------------------------------------------------
+
+struct Paged {  // one layer: [blocks, block_tokens, 2, kv_heads, head_dim], keys first
+  int64_t block_tokens, kv_heads, heads, table_stride;
+  const int64_t* tables;
+  const int64_t* first;  // earliest token that a sequence sees
+  const int64_t* lengths;
+  float scale, cap;  // cap 0: none
+};
+
+constexpr int64_t SPLIT = 256;  // tokens that one task reads
+
+template <typename T, int DIM>
+void attend_split(const float* q, const T* cache, const Paged& p, int64_t sequence, int64_t kv_head, int64_t start, float* partial) {
+  constexpr int WIDTH = DIM / LANES;
+  const int64_t share = p.heads / p.kv_heads, token_size = 2 * p.kv_heads * DIM;
+  const int64_t begin = std::max(start, p.first[sequence]), end = std::min(start + SPLIT, p.lengths[sequence]);
+  for (int64_t h = 0; h < share; ++h) {
+    float* state = partial + h * (DIM + 2);
+    state[0] = -INFINITY;
+    std::memset(state + 1, 0, (DIM + 1) * sizeof(float));
+  }
+  for (int64_t token = begin; token < end;) {
+    const int64_t inside = token % p.block_tokens;
+    const int count = static_cast<int>(std::min({end - token, p.block_tokens - inside, int64_t{LANES}}));
+    const int64_t block = p.tables[sequence * p.table_stride + token / p.block_tokens];
+    const T* keys = cache + (block * p.block_tokens + inside) * token_size + kv_head * DIM;
+    const T* values = keys + p.kv_heads * DIM;
+    for (int64_t h = 0; h < share; ++h) {
+      float* state = partial + h * (DIM + 2);
+      const float* query = q + h * DIM;
+      Floats query_parts[WIDTH], logits = splat(-INFINITY);
+      for (int i = 0; i < WIDTH; ++i) query_parts[i] = load(query + i * LANES) * p.scale;
+      for (int t = 0; t < count; ++t) {
+        Floats products = query_parts[0] * load(keys + t * token_size);
+        for (int i = 1; i < WIDTH; ++i) products += query_parts[i] * load(keys + t * token_size + i * LANES);
+        const float logit = sum(products);
+        logits[t] = p.cap > 0.0f ? std::tanh(logit / p.cap) * p.cap : logit;
+      }
+      float largest = state[0];
+      for (int t = 0; t < count; ++t) largest = std::max(largest, logits[t]);
+      Floats weights = exponential(logits - largest);
+      for (int t = count; t < LANES; ++t) weights[t] = 0.0f;
+      const float shrink = state[0] == -INFINITY ? 0.0f : std::exp(state[0] - largest);
+      state[0] = largest;
+      state[1] = state[1] * shrink + sum(weights);
+      Floats gathered[WIDTH];
+      for (int i = 0; i < WIDTH; ++i) gathered[i] = load(state + 2 + i * LANES) * shrink;
+      for (int t = 0; t < count; ++t)
+        for (int i = 0; i < WIDTH; ++i) gathered[i] += weights[t] * load(values + t * token_size + i * LANES);
+      for (int i = 0; i < WIDTH; ++i) store(state + 2 + i * LANES, gathered[i]);
+    }
+    token += count;
+  }
+}
+
+template <int DIM>
+void merge_splits(const float* partial, int64_t splits, int64_t stride, float* out) {
+  constexpr int WIDTH = DIM / LANES;
+  float largest = -INFINITY, total = 0.0f;
+  for (int64_t s = 0; s < splits; ++s) largest = std::max(largest, partial[s * stride]);
+  Floats gathered[WIDTH] = {};
+  for (int64_t s = 0; s < splits; ++s) {
+    const float* state = partial + s * stride;
+    if (state[0] == -INFINITY) continue;
+    const float weight = std::exp(state[0] - largest);
+    total += weight * state[1];
+    for (int i = 0; i < WIDTH; ++i) gathered[i] += weight * load(state + 2 + i * LANES);
+  }
+  for (int i = 0; i < WIDTH; ++i) store(out + i * LANES, gathered[i] / total);
+}
+
+template <typename T, int DIM>
+void attend_all(const float* q, int64_t q_stride, const T* cache, const Paged& p, int64_t sequences, float* out, int threads) {
+  const int64_t share = p.heads / p.kv_heads, stride = share * (DIM + 2);
+  int64_t splits = 1;
+  for (int64_t s = 0; s < sequences; ++s) splits = std::max(splits, (p.lengths[s] + SPLIT - 1) / SPLIT);
+  std::vector<float> partials(sequences * p.kv_heads * splits * stride);
+#pragma omp parallel num_threads(threads)
+  {
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t task = 0; task < sequences * p.kv_heads * splits; ++task) {
+      const int64_t split = task % splits, kv_head = task / splits % p.kv_heads, sequence = task / splits / p.kv_heads;
+      const float* query = q + sequence * q_stride + kv_head * share * DIM;
+      attend_split<T, DIM>(query, cache, p, sequence, kv_head, split * SPLIT, partials.data() + task * stride);
+    }
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < sequences * p.heads; ++row) {
+      const int64_t head = row % p.heads, sequence = row / p.heads;
+      const float* from = partials.data() + (sequence * p.kv_heads + head / share) * splits * stride + head % share * (DIM + 2);
+      merge_splits<DIM>(from, splits, stride, out + row * DIM);
+    }
+  }
+}
+
+template <typename T>
+int attend_dims(const float* q, int64_t q_stride, const T* cache, const Paged& p, int64_t sequences, float* out, int64_t dim, int threads) {
+  switch (dim) {
+    case 16: attend_all<T, 16>(q, q_stride, cache, p, sequences, out, threads); return 1;
+    case 32: attend_all<T, 32>(q, q_stride, cache, p, sequences, out, threads); return 1;
+    case 64: attend_all<T, 64>(q, q_stride, cache, p, sequences, out, threads); return 1;
+    case 80: attend_all<T, 80>(q, q_stride, cache, p, sequences, out, threads); return 1;
+    case 96: attend_all<T, 96>(q, q_stride, cache, p, sequences, out, threads); return 1;
+    case 128: attend_all<T, 128>(q, q_stride, cache, p, sequences, out, threads); return 1;
+    case 256: attend_all<T, 256>(q, q_stride, cache, p, sequences, out, threads); return 1;
+    default: return 0;
+  }
+}
+
+template <typename T>
+void rotate_row(float* qkv, const float* cos, const float* sin, T* slot, int64_t heads, int64_t kv_heads, int64_t dim) {
+  const int64_t half = dim / 2;
+  for (int64_t head = 0; head < heads + kv_heads; ++head) {
+    float* values = qkv + head * dim;
+    for (int64_t i = 0; i < half; ++i) {
+      const float low = values[i], high = values[i + half];
+      values[i] = low * cos[i] - high * sin[i];
+      values[i + half] = high * cos[i + half] + low * sin[i + half];
+    }
+  }
+  const float* fresh = qkv + heads * dim;
+  for (int64_t i = 0; i < 2 * kv_heads * dim; ++i) put(slot + i, fresh[i]);
+}
+
+}  // namespace
+
+extern "C" {
+
+void linear_float(const float* x, const float* w, const float* bias, float* y, int64_t m, int64_t k, int64_t n, int threads) {
+  constexpr int64_t COLUMNS = 16;
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int64_t chunk = 0; chunk < (n + COLUMNS - 1) / COLUMNS; ++chunk) {
+    const int64_t first = chunk * COLUMNS, last = std::min(first + COLUMNS, n);
+    int64_t row = 0;
+    if constexpr (PARTS == 1)
+      for (; row + 8 <= m; row += 8) rows_float<8>(x + row * k, w, bias, y + row * n, k, n, first, last);
+    for (; row + 4 <= m; row += 4) rows_float<4>(x + row * k, w, bias, y + row * n, k, n, first, last);
+    for (; row + 2 <= m; row += 2) rows_float<2>(x + row * k, w, bias, y + row * n, k, n, first, last);
+    for (; row < m; ++row) rows_float<1>(x + row * k, w, bias, y + row * n, k, n, first, last);
+  }
+}
+
+void linear_int8(const float* x, const int8_t* packed, const float* scales, const float* bias, float* y, int64_t m, int64_t k,
+                 int64_t n, int threads) {
+  const int64_t groups = (k + GROUP - 1) / GROUP, tiles = (n + TILE - 1) / TILE;
+  std::vector<int16_t> values(m * groups * GROUP);
+  std::vector<float> row_scales(m * groups);
+  const Int8Matrix w{packed, scales, bias, n};
+  constexpr int64_t width = 2;  // tiles that one task computes for all rows, so that their weights stay near
+#pragma omp parallel num_threads(threads)
+  {
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < m; ++row)
+      quantise_row(x + row * k, k, groups, values.data() + row * groups * GROUP, row_scales.data() + row * groups);
+#pragma omp for schedule(static)
+    for (int64_t chunk = 0; chunk < (tiles + width - 1) / width; ++chunk)
+      for (int64_t row = 0; row < m; row += MAX_ROWS) {
+        const Rows rows{values.data() + row * groups * GROUP, row_scales.data() + row * groups, groups};
+        few_rows_int8<MAX_ROWS>(rows, w, y + row * n, std::min<int64_t>(MAX_ROWS, m - row), chunk * width,
+                                std::min((chunk + 1) * width, tiles));
+      }
+  }
+}
+
+void rms_norm(const float* x, const float* weight, float* y, int64_t m, int64_t k, float eps, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (m > 16)
+  for (int64_t row = 0; row < m; ++row) {
+    const float* from = x + row * k;
+    float* to = y + row * k;
+    Floats squares = {};
+    int64_t i = 0;
+    for (; i + LANES <= k; i += LANES) squares += load(from + i) * load(from + i);
+    float total = sum(squares);
+    for (; i < k; ++i) total += from[i] * from[i];
+    const float scale = 1.0f / std::sqrt(total / static_cast<float>(k) + eps);
+    for (i = 0; i < k; ++i) to[i] = from[i] * scale * weight[i];
+  }
+}
+
+// silu(gate) * up of rows that hold gate, then up.
+void gate(const float* gate_up, float* y, int64_t m, int64_t k, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (m > 4)
+  for (int64_t row = 0; row < m; ++row) {
+    const float* from = gate_up + row * 2 * k;
+    float* to = y + row * k;
+    int64_t i = 0;
+    for (; i + LANES <= k; i += LANES) {
+      const Floats value = load(from + i), shrunk = exponential(value < 0.0f ? value : -value);
+      store(to + i, value * (value < 0.0f ? shrunk : splat(1.0f)) / (shrunk + 1.0f) * load(from + k + i));
+    }
+    for (; i < k; ++i) to[i] = from[i] / (1.0f + std::exp(-from[i])) * from[k + i];
+  }
+}
+
+// Turns queries and keys in place, and puts keys and values at each row's slot of the cache.
+void rotate_and_store(float* qkv, const float* cos, const float* sin, void* cache, int bfloat16, const int64_t* slots, int64_t m,
+                      int64_t heads, int64_t kv_heads, int64_t dim, int threads) {
+  const int64_t width = (heads + 2 * kv_heads) * dim, token_size = 2 * kv_heads * dim;
+#pragma omp parallel for schedule(static) num_threads(threads) if (m > 4)
+  for (int64_t row = 0; row < m; ++row) {
+    const int64_t where = slots[row] * token_size;
+    if (bfloat16)
+      rotate_row(qkv + row * width, cos + row * dim, sin + row * dim, static_cast<uint16_t*>(cache) + where, heads, kv_heads, dim);
+    else
+      rotate_row(qkv + row * width, cos + row * dim, sin + row * dim, static_cast<float*>(cache) + where, heads, kv_heads, dim);
+  }
+}
+
+// 1 when computed, 0 when there is no kernel for this head size.
+int attend_decode(const float* q, int64_t q_stride, const void* cache, int bfloat16, const int64_t* tables, int64_t table_stride,
+                  const int64_t* first, const int64_t* lengths, int64_t block_tokens, int64_t sequences, int64_t heads,
+                  int64_t kv_heads, int64_t dim, float scale, float cap, float* out, int threads) {
+  const Paged p{block_tokens, kv_heads, heads, table_stride, tables, first, lengths, scale, cap};
+  if (bfloat16) return attend_dims(q, q_stride, static_cast<const uint16_t*>(cache), p, sequences, out, dim, threads);
+  return attend_dims(q, q_stride, static_cast<const float*>(cache), p, sequences, out, dim, threads);
+}
+}

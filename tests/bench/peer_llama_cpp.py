@@ -1,0 +1,54 @@
+"""llama.cpp on the default model's own file, run by the peer's Python: prefill and decode rates as one JSON object.
+
+`python peer_llama_cpp.py '{"gguf": PATH, "threads": 2, "prefill": [512], "decode": [256], "steps": 16}'`
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import sys
+import time
+
+from llama_cpp import Llama
+
+task = json.loads(sys.argv[1])
+draw = random.Random(0)
+model = Llama(
+    task["gguf"],
+    n_ctx=8256,
+    n_batch=512,
+    n_ubatch=512,
+    n_threads=task["threads"],
+    n_threads_batch=task["threads"],
+    verbose=False,
+)
+
+
+def tokens(count: int) -> list[int]:
+    return [draw.randrange(1000, 45000) for _ in range(count)]
+
+
+def prefill_tokens_per_s(count: int) -> float:
+    model.reset()
+    started = time.perf_counter()
+    model.eval(tokens(count))
+    return count / (time.perf_counter() - started)
+
+
+def decode_tokens_per_s(context: int) -> float:
+    model.reset()
+    model.eval(tokens(context))
+    times = []
+    for token in tokens(task["steps"]):
+        started = time.perf_counter()
+        model.eval([token])
+        times.append(time.perf_counter() - started)
+    return 1 / statistics.median(times)
+
+
+prefill_tokens_per_s(64)
+figures = {f"prefill {count}": max(prefill_tokens_per_s(count) for _ in range(2)) for count in task["prefill"]}
+figures |= {f"decode 1 at {context}": decode_tokens_per_s(context) for context in task["decode"]}
+print(json.dumps(figures))

@@ -1,0 +1,197 @@
+"""The compiled kernels: what torch computes, whoever shares the batch, on every kind of processor, or not at all."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from models import native_kernels
+from models.base import ForwardBatch, PagedKVCache
+from models.linear import FloatLinear, Int8Linear
+from models.load import load_model
+from models.native_kernels import FLAGS, HEAD_DIMS, BuildError, Kernels, build
+from models.paged_attention import Softmax, attend, plan_batch, write_kv
+from models.rotary import rotate
+from tests.models.builders import write_tiny_folder
+from tests.models.contract import check_all
+
+KINDS = {"native": FLAGS, "avx2": (*FLAGS, "-march=haswell"), "plain": (*FLAGS, "-march=x86-64")}
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(params=KINDS, scope="module")
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    """The same source for this processor, and for lesser ones that it can stand in for."""
+    return Kernels(build(KINDS[request.param]))
+
+
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_kernels, "kernels", lambda: None)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 64, 48), (7, 40, 33), (13, 576, 100), (32, 7, 3)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_float_products_are_torchs(kernels: Kernels, rows: int, inputs: int, outputs: int, biased: bool) -> None:
+    x, weight = random(rows, inputs), random(outputs, inputs, seed=1)
+    bias = random(outputs, seed=2) if biased else None
+    torch.testing.assert_close(kernels.linear_float(x, weight, bias), F.linear(x, weight, bias), atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 64, 48), (7, 40, 33), (13, 576, 100), (50, 7, 3)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_int8_products_are_those_of_the_rounded_weights(
+    kernels: Kernels, rows: int, inputs: int, outputs: int, biased: bool
+) -> None:
+    """What is lost is lost by rounding the weights: activations of 16 bits add next to nothing."""
+    x, weight = random(rows, inputs), random(outputs, inputs, seed=1)
+    linear = Int8Linear(weight, random(outputs, seed=2) if biased else None)
+    found = kernels.linear_int8(x, linear.packed, linear.scales, linear.bias, outputs)
+    torch.testing.assert_close(found, F.linear(x, linear.expanded(), linear.bias), atol=2e-3, rtol=2e-4)
+
+
+def test_int8_products_have_the_same_bits_on_every_processor() -> None:
+    """Integers are exact and scales are added in one order, so workers of different kinds agree to the bit."""
+    x, linear = random(20, 96) * 50, Int8Linear(random(64, 96, seed=1))
+    with_fma = [Kernels(build(KINDS[kind])) for kind in ("native", "avx2")]
+    one, other = (each.linear_int8(x, linear.packed, linear.scales, None, 64) for each in with_fma)
+    assert torch.equal(one, other)
+
+
+def test_int8_weights_are_off_by_half_a_step_of_their_group() -> None:
+    weight = random(50, 100) * torch.logspace(-3, 3, 100)
+    linear = Int8Linear(weight)
+    steps = F.pad(weight, (0, 28)).unflatten(1, (-1, 32)).abs().amax(dim=-1) / 127
+    allowed = steps.repeat_interleave(32, dim=1)[:, :100] * 0.501
+    assert bool(((linear.expanded() - weight).abs() <= allowed).all())
+    assert torch.equal(Int8Linear(torch.zeros(3, 5)).expanded(), torch.zeros(3, 5))
+
+
+def test_large_activations_leave_small_ones_whole(kernels: Kernels) -> None:
+    """One outlier of a row costs only its own group of 32 some precision; that is what ruins eight-bit activations."""
+    x = random(1, 64)
+    x[0, 0] = 1e4
+    linear = Int8Linear(random(16, 64, seed=1))
+    linear.scales[:, 0] = 0  # leave the outlier's group out of the sum
+    found = kernels.linear_int8(x, linear.packed, linear.scales, None, 16)
+    torch.testing.assert_close(found, F.linear(x, linear.expanded()), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_row_gets_the_same_bits_alone_and_in_any_batch(kernels: Kernels) -> None:
+    """Batch and threads decide who computes, not in which order numbers are added."""
+    x, weight = random(23, 96), random(70, 96, seed=1)
+    linear = Int8Linear(weight)
+    all_float = kernels.linear_float(x, weight, None)
+    all_int8 = kernels.linear_int8(x, linear.packed, linear.scales, None, 70)
+    for row in (0, 5, 22):
+        alone = x[row : row + 1].contiguous()
+        assert torch.equal(kernels.linear_float(alone, weight, None)[0], all_float[row])
+        assert torch.equal(kernels.linear_int8(alone, linear.packed, linear.scales, None, 70)[0], all_int8[row])
+
+
+@pytest.mark.parametrize("size", [5, 64, 100])
+def test_norms_and_gates_are_torchs(kernels: Kernels, size: int) -> None:
+    x = random(6, size) * 30
+    weight = random(size, seed=1)
+    torch.testing.assert_close(kernels.rms_norm(x, weight, 1e-5), F.rms_norm(x, (size,), weight, 1e-5), atol=1e-5, rtol=1e-5)
+    both = random(6, 2 * size) * 30
+    expected = F.silu(both[:, :size]) * both[:, size:]
+    torch.testing.assert_close(kernels.gate(both), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_rotation_and_attention_are_torchs(kernels: Kernels, dim: int, dtype: torch.dtype, without_kernels: None) -> None:
+    """Keys and values of scattered sequences of 1 to 700 tokens land in their slots; every head sees its context."""
+    heads, kv_heads, size = 6, 2, 16
+    lengths, tables = [1, 37, 700], [[50], [3, 1, 9], list(range(49, 4, -1))]
+    layer, expected_layer = ((random(51, size, 2, kv_heads, dim) * 2).to(dtype) for _ in range(2))
+    qkv, positions = random(3, heads + 2 * kv_heads, dim, seed=1) * 2, torch.tensor(lengths) - 1
+    angles = (random(3, 1, dim, seed=2), random(3, 1, dim, seed=3))
+    turned = rotate(qkv[:, : heads + kv_heads], *angles)
+    cache = PagedKVCache.__new__(PagedKVCache)
+    cache.layers, cache.block_tokens, cache.num_blocks = [expected_layer], size, 51
+    batch = ForwardBatch(torch.zeros(3, dtype=torch.long), [1] * 3, positions.tolist(), tables)
+    plan = plan_batch(batch, cache, torch.float32)
+    write_kv(expected_layer, plan.slots, turned[:, heads:], qkv[:, heads + kv_heads :])
+    flat = qkv.flatten(1).clone()
+    kernels.rotate_and_store(flat, angles, layer, plan.slots, heads)
+    torch.testing.assert_close(layer, expected_layer, atol=1e-6, rtol=1e-6 if dtype is torch.float32 else 1e-2)
+    queries = flat.view(3, -1, dim)[:, :heads]
+    torch.testing.assert_close(queries, turned[:, :heads], atol=1e-6, rtol=1e-6)
+    assert plan.decode is not None
+    for first, cap in ((0, None), (0, 20.0), (30, None)):
+        seen = (plan.decode.tables, torch.tensor([0, first, first]), plan.decode.lengths)
+        found = kernels.attend_decode(queries, expected_layer, seen, 0.1, cap)
+        if first == 0:
+            expected = attend(queries, expected_layer, plan, Softmax(0.1, cap))
+        else:
+            windowed = plan_batch(batch, cache, torch.float32)
+            hidden = torch.arange(windowed.decode.max_tokens) < seen[1][:, None]  # type: ignore[union-attr]
+            windowed.decode.mask.masked_fill_(hidden[:, None, None], float("-inf"))  # type: ignore[union-attr]
+            expected = attend(queries, expected_layer, windowed, Softmax(0.1, cap))
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("weight_format", ["full", "int8"])
+def test_models_without_kernels_keep_every_promise(
+    tmp_path: Path, kind: str, weight_format: str, without_kernels: None
+) -> None:
+    """Chunks, batches, reused prefixes and hand-overs by torch alone."""
+    write_tiny_folder(tmp_path, kind, head_dim=16)
+    check_all(load_model(str(tmp_path), weight_format=weight_format).model)
+
+
+def test_few_rows_and_many_are_the_same_product() -> None:
+    """The switch from our kernel to torch's, by the number of rows, is not to be seen."""
+    linear = FloatLinear(random(40, 64), random(40, seed=1))
+    x = random(native_kernels.FLOAT_ROWS + 1, 64, seed=2)
+    torch.testing.assert_close(linear(x)[:-1], linear(x[:-1].contiguous()), atol=1e-5, rtol=1e-5)
+
+
+def test_a_compiler_that_fails_is_named_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CONDUCTOR_CACHE", str(tmp_path))
+    with pytest.raises(BuildError, match=r"failed: .*no-such-flag"):
+        build(("-no-such-flag",))
+    with pytest.raises(BuildError, match="did not run"):
+        build(compiler="/no/such/compiler")
+    assert list((tmp_path / "kernels").glob("*.so")) == []
+
+
+def test_without_a_compiler_torch_computes_and_a_warning_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CONDUCTOR_CACHE", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    native_kernels.kernels.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert native_kernels.usable(random(2, 2)) is None
+        assert "there is no C++ compiler" in caplog.text
+    finally:
+        native_kernels.kernels.cache_clear()
+
+
+def test_kernels_take_contiguous_float32_on_the_cpu_alone() -> None:
+    assert native_kernels.usable(random(4, 4)) is native_kernels.kernels()
+    assert native_kernels.usable(random(4, 4).T) is None
+    assert native_kernels.usable(random(4, 4).bfloat16()) is None

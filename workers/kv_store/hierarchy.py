@@ -1,0 +1,91 @@
+"""All tiers of one worker together: blocks sink from the device pool through them, and what each has to tell is collected.
+
+A prefix is written to the fastest tier first, and from there to the next, so the device pool is read once and a slow disk
+delays nothing above it. What a tier reports goes to the Conductor with the worker's own stamps; the tiers of a host and the
+shared one are one holder each, so any worker's snapshot of them stands for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+
+from conductor.core.types import BlockHash, Tier, TierReport
+from workers.kv_store.base import KVTier, TierChange
+from workers.kv_store.opening import OpenedTiers
+from workers.kv_store.shared_directory import SharedDirectoryTier
+from workers.kv_store.write_behind import Prefix, Source, WriteBehind
+from workers.kv_transfer.base import KVArray
+
+CLOSE_TIMEOUT_S = 3.0
+
+
+class Hierarchy:
+    """Thread-safe. `pool` gives rows of what the device pool holds."""
+
+    def __init__(self, opened: OpenedTiers, pool: Source, queue_blocks: int) -> None:
+        self._failures = dict(opened.failures)
+        self.tiers: Mapping[Tier, KVTier] = {tier.tier: tier for tier in opened.tiers}
+        self._writers: list[WriteBehind] = []
+        above: list[Source] = []
+        for tier in opened.tiers:
+            writer = WriteBehind(tier, [*above, pool], queue_blocks)
+            if self._writers:
+                self._writers[-1].on_written = writer.add
+            self._writers.append(writer)
+            above.insert(0, partial(_rows_of, tier))
+
+    def keep(self, names: Sequence[BlockHash], traffic_class: str, new: int) -> None:
+        """Write a prefix, the last `new` blocks of which were just computed, to every tier some time soon. Never waits."""
+        if self._writers and new > 0:
+            self._writers[0].add(Prefix(tuple(names), traffic_class, new))
+
+    def capacities(self) -> dict[Tier, int]:
+        return {tier: kept.stats().capacity_blocks for tier, kept in self.tiers.items()}
+
+    def changes(self) -> list[tuple[Tier, TierChange]]:
+        """What was stored and removed since the last call, in order."""
+        return [(tier, change) for tier, kept in self.tiers.items() for change in kept.drain_changes()]
+
+    def snapshot(self) -> dict[Tier, tuple[BlockHash, ...]]:
+        """Everything that is held. Blocks."""
+        return {tier: kept.snapshot() for tier, kept in self.tiers.items()}
+
+    def has_news(self) -> bool:
+        """Whether others have changed what is held, so that a snapshot is due. Blocks."""
+        shared = self.tiers.get(Tier.SHARED)
+        return isinstance(shared, SharedDirectoryTier) and shared.has_news()
+
+    def reports(self) -> tuple[TierReport, ...]:
+        """How each tier is doing, those that could not be opened included. Blocks."""
+        missing = [TierReport(tier=tier, failure=failure) for tier, failure in self._failures.items()]
+        return tuple(sorted([*missing, *map(_report, self._writers)], key=lambda report: report.tier))
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until what was kept has been written to all tiers; False if that took too long."""
+        return all(writer.flush(timeout_s) for writer in self._writers)
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Write what can be written in time, then let go of files and memory."""
+        self.flush(timeout_s)
+        for writer in self._writers:
+            writer.close()
+        for tier in self.tiers.values():
+            tier.close()
+
+
+def _report(writer: WriteBehind) -> TierReport:
+    return TierReport(**asdict(writer.tier.stats()), dropped=writer.dropped, waiting=writer.waiting_blocks)
+
+
+@contextmanager
+def _rows_of(tier: KVTier, names: Sequence[BlockHash], first: int) -> Iterator[list[KVArray]]:
+    """A tier as a source."""
+    depth = tier.match(names)
+    if depth <= first:
+        yield []
+        return
+    with tier.read(names[first:depth]) as rows:
+        yield rows
