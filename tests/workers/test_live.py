@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,7 +72,7 @@ def actors(local_ray: Any, transport: str, settings: dict[str, Any]) -> Iterator
             transport=transport,
             **settings,
         )
-        actor = local_ray.remote(enable_tensor_transport=transport.startswith("rdt_"))(kind)
+        actor = local_ray.remote(enable_tensor_transport="rdt_" in transport)(kind)
         handles[worker_id] = actor.options(num_cpus=0, max_concurrency=100).remote(config)
     yield handles
     for handle in handles.values():
@@ -95,68 +96,72 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.05)
 
 
-@pytest.fixture(scope="module")
-def uncached() -> list[int]:
-    """What the default model answers to `TOKENS`, greedily, everything computed again for every token."""
+REMOTE = {"object_store": "ray", "rdt_nixl": "nixl", "nixl": "nixl_cu12", "mooncake": "mooncake"}
+"""Transports between processes, with the module that each needs."""
+
+HERE = [name for name, module in REMOTE.items() if importlib.util.find_spec(module) is not None]
+
+
+def uncached(prompt: tuple[int, ...]) -> list[int]:
+    """What the default model answers, greedily, everything computed again for every token."""
     model, output = load_model(DEFAULT_MODEL).model, list[int]()
     for _ in range(6):
-        tokens = [*TOKENS, *output]
+        tokens = [*prompt, *output]
         batch = ForwardBatch(torch.tensor(tokens), [len(tokens)], [0], [[0, 1, 2]])
         output.append(int(model.forward(batch, PagedKVCache(model.layout, 3, 64))[0].argmax()))
     return output
 
 
-@pytest.mark.parametrize(
-    "transport",
-    [
-        "object_store",
-        pytest.param("rdt_nixl", marks=installed("nixl")),
-        pytest.param("nixl", marks=installed("nixl_cu12")),
-        pytest.param("mooncake", marks=installed("mooncake")),
-        "auto",
-    ],
-    indirect=True,
-)
-async def test_a_request_runs_through_real_actors(actors: dict[str, Any], uncached: list[int]) -> None:
-    """Miss, hit, pull and cancel on a live cluster: same greedy output every way, true reuse, nothing left pinned."""
-    workers = [actors[name] for name in ("p0", "p1", "d0")]
-    outputs: list[TokenOutput] = []
-    specs = await asyncio.gather(*(handle.describe.remote() for handle in workers))
-    assert [spec.id for spec in specs] == ["p0", "p1", "d0"]
-    await asyncio.gather(*(handle.attach.remote(actors["conductor"], 1) for handle in workers))
-    readers = [asyncio.create_task(collect(handle, outputs)) for handle in workers]
+class Gateway:
+    """Sends prompts, and reads what comes of them."""
 
-    async def run(request_id: str, prefill: str, source: str | None = None) -> list[TokenOutput]:
-        work = job(request_id)
+    def __init__(self, actors: dict[str, Any]) -> None:
+        self._actors = actors
+        self._outputs: list[TokenOutput] = []
+        self.readers = [asyncio.create_task(collect(actors[name], self._outputs)) for name in ("p0", "p1", "d0")]
+
+    async def run(self, request_id: str, tokens: tuple[int, ...], prefill: str, source: str | None = None) -> list[TokenOutput]:
+        work = job(request_id, tokens)
         placement = place(work, prefill, "d0", fetched=128 if source else 0, source=source)
+        actors = self._actors
         await actors[prefill].prefill.remote(work, placement, actors["d0"], actors[source] if source else None)
 
         async def ended() -> bool:
-            return any(o.request_id == request_id and o.finish_reason for o in outputs)
+            return any(o.request_id == request_id and o.finish_reason for o in self._outputs)
 
         await until(ended)
-        return sorted((o for o in outputs if o.request_id == request_id), key=lambda o: o.index)
+        return sorted((o for o in self._outputs if o.request_id == request_id), key=lambda o: o.index)
 
-    miss, hit, pulled = await run("miss", "p0"), await run("hit", "p0"), await run("pull", "p1", "p0")
-    tokens = [[output.token_id for output in answer] for answer in (miss, hit, pulled)]
-    assert tokens == [uncached] * 3
-    assert [answer[0].reused_tokens for answer in (miss, hit, pulled)] == [0, 128, 128]
 
-    await actors["p0"].prefill.remote(
-        job("gone", TOKENS[::-1]), place(job("gone", TOKENS[::-1]), "p0", "d0"), actors["d0"], None
-    )
+@pytest.mark.parametrize("transport", [",".join(HERE)], indirect=True)
+async def test_requests_run_through_real_actors_on_every_transport(actors: dict[str, Any]) -> None:
+    """Miss, hit, pull and cancel on a live cluster: the greedy output of no cache each time, true reuse, nothing left pinned."""
+    workers = [actors[name] for name in ("p0", "p1", "d0")]
+    specs = await asyncio.gather(*(handle.describe.remote() for handle in workers))
+    assert [spec.id for spec in specs] == ["p0", "p1", "d0"]
+    await asyncio.gather(*(handle.attach.remote(actors["conductor"], 1) for handle in workers))
+    gateway = Gateway(actors)
+    for number, name in enumerate(HERE):
+        tokens = TOKENS[number:] + TOKENS[:number]
+        for source, target in (("p0", "d0"), ("p1", "d0"), ("p0", "p1")):
+            await actors[source].use_transports.remote(target, (name,))
+        miss = await gateway.run(f"miss-{name}", tokens, "p0")
+        hit = await gateway.run(f"hit-{name}", tokens, "p0")
+        pulled = await gateway.run(f"pull-{name}", tokens, "p1", "p0")
+        assert [[output.token_id for output in answer] for answer in (miss, hit, pulled)] == [uncached(tokens)] * 3, name
+        assert [answer[0].reused_tokens for answer in (miss, hit, pulled)] == [0, 128, 128], name
+        assert (await actors["p0"].stats.remote())["transport_of_peer"]["d0"] == name
+
+    gone = job("gone", TOKENS[::-1])
+    await actors["p0"].prefill.remote(gone, place(gone, "p0", "d0"), actors["d0"], None)
     await asyncio.gather(actors["p0"].cancel.remote("gone", 1), actors["d0"].cancel.remote("gone", 1))
-
-    async def idle() -> bool:
-        stats = await asyncio.gather(*(handle.stats.remote() for handle in workers))
-        return all(numbers["pinned_blocks"] == numbers["offers"] == 0 for numbers in stats)
-
-    await until(idle)
-    for reader in readers:
+    stats = [await until_nothing_is_held(handle) for handle in workers]
+    assert [numbers["transport_fallbacks"] for numbers in stats] == [0, 0, 0]
+    for reader in gateway.readers:
         reader.cancel()
     events = await actors["conductor"].told.remote()
     counts = [sum(isinstance(event, kind) for event in events) for kind in (PrefillFinished, HandoverFinished, RequestFinished)]
-    assert counts == [3, 3, 3]
+    assert counts == [3 * len(HERE)] * 3
     assert not [event for event in events if isinstance(event, RequestFailed | TransferFinished)]
 
 
@@ -179,11 +184,8 @@ async def test_a_killed_decode_actor_fails_the_request(actors: dict[str, Any], l
 SLOWED = {"link": LinkLimit(latency_ms=700), "lease_s": 4.0}
 """Every part is under way for a while, and what is given up is given up soon."""
 
-REMOTE = [
-    "object_store",
-    pytest.param("nixl", marks=installed("nixl_cu12")),
-    pytest.param("mooncake", marks=installed("mooncake")),
-]
+KINDS = ["object_store", pytest.param("nixl", marks=installed("nixl_cu12"))]
+"""One that copies what is offered, and one that is read where it lies."""
 
 
 async def under_way(actors: dict[str, Any], request_id: str) -> None:
@@ -209,7 +211,7 @@ async def until_nothing_is_held(handle: Any) -> dict[str, Any]:
     return stats
 
 
-@pytest.mark.parametrize("transport", REMOTE, indirect=True)
+@pytest.mark.parametrize("transport", KINDS, indirect=True)
 @pytest.mark.parametrize("settings", [SLOWED], ids=["slowed"])
 async def test_a_prefill_worker_that_dies_in_mid_transfer(actors: dict[str, Any], local_ray: Any) -> None:
     """The decode worker gives back what it had reserved, has kept nothing of the torn prompt, and answers the next one."""
@@ -217,19 +219,14 @@ async def test_a_prefill_worker_that_dies_in_mid_transfer(actors: dict[str, Any]
     local_ray.kill(actors["p0"])
     stats = await until_nothing_is_held(actors["d0"])
     assert stats["cached_idle_blocks"] == 0
-    outputs: list[TokenOutput] = []
-    reader = asyncio.create_task(collect(actors["d0"], outputs))
     await actors["p1"].attach.remote(actors["conductor"], 1)
-    await actors["p1"].prefill.remote(job("next"), place(job("next"), "p1", "d0"), actors["d0"], None)
-
-    async def ended() -> bool:
-        return any(output.request_id == "next" and output.finish_reason for output in outputs)
-
-    await until(ended)
-    reader.cancel()
+    gateway = Gateway({**actors, "p0": actors["p1"]})
+    assert len(await gateway.run("next", TOKENS, "p1")) == 6
+    for reader in gateway.readers:
+        reader.cancel()
 
 
-@pytest.mark.parametrize("transport", REMOTE, indirect=True)
+@pytest.mark.parametrize("transport", KINDS, indirect=True)
 @pytest.mark.parametrize("settings", [SLOWED], ids=["slowed"])
 async def test_a_request_that_is_cancelled_in_mid_transfer(actors: dict[str, Any]) -> None:
     """Both sides let go of everything, and no block of it can be reused on the decode side."""
