@@ -135,7 +135,7 @@ class Gateway:
 
 @pytest.mark.parametrize("transport", [",".join(HERE)], indirect=True)
 async def test_requests_run_through_real_actors_on_every_transport(actors: dict[str, Any]) -> None:
-    """Miss, hit, pull and cancel on a live cluster: the greedy output of no cache each time, true reuse, nothing left pinned."""
+    """Miss, hit, pull and cancel on a live cluster: the output of no cache each time, true reuse, nothing left pinned."""
     workers = [actors[name] for name in ("p0", "p1", "d0")]
     specs = await asyncio.gather(*(handle.describe.remote() for handle in workers))
     assert [spec.id for spec in specs] == ["p0", "p1", "d0"]
