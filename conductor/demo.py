@@ -4,7 +4,8 @@ The same load runs on two clusters that differ only in the replicator's budget. 
 which then gets a long prompt; while it computes, short prompts with the prefix arrive and have to go elsewhere. Without
 replication each of them waits for its prefix to be pulled over a slowed link; with it, the copy is there already. On a third
 cluster, whose link is slower than computing, the same prompts are computed again instead of pulled, and the decision records
-say what a pull would have taken. Nothing is simulated but the speed of the links, which is labelled as such.
+say what a pull would have taken. Nothing is simulated but the speed of the links, which is labelled as such. The tiers below
+the device caches are off, for workers of one host share them and would have nothing to pull.
 """
 
 from __future__ import annotations
@@ -124,7 +125,8 @@ def _configured(config: Config, link_gbps: float, rules: MigrationConfig) -> Con
     workers = config.workers.model_copy(update={"prefill": 2, "decode": 1, "link_gbps": link_gbps, "link_latency_ms": 1.0})
     scheduler = replace(config.scheduler, migration=rules, admission="none")
     flight_log = config.flight_log.model_copy(update={"enabled": False})
-    return config.model_copy(update={"workers": workers, "scheduler": scheduler, "flight_log": flight_log})
+    store = config.store.model_copy(update={"host_mib": 0, "disk_directory": None, "shared_paths": ()})
+    return config.model_copy(update={"workers": workers, "scheduler": scheduler, "flight_log": flight_log, "store": store})
 
 
 async def _on_cluster(config: Config, prepared: Prepared, progress: Progress, body: Callable[[_Run], Awaitable[None]]) -> None:
