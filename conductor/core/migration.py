@@ -194,7 +194,8 @@ class Migration:
         if target is None:
             return None
         tokens = len(head.blocks) * self._block_tokens
-        saved_s, cost_s = self._reckon(head, target, tokens, len(holders) + len(coming), now)
+        flow = Flow(sources[0], target)
+        saved_s, cost_s = self._reckon(head, flow, tokens, len(holders) + len(coming), now)
         too_large = tokens * self._view.specs[target].profile.kv_bytes_per_token > self._allowance_bytes
         if saved_s <= cost_s or too_large:
             return None
@@ -203,17 +204,22 @@ class Migration:
         command = TransferBlocks(
             f"copy-{self._numbers}", source, Holder(target, Tier.DEVICE), head.blocks, TransferReason.REPLICATE
         )
-        return Copy(head.blocks[-1], command, Flow(sources[0], target), self._heat(head, now), saved_s, cost_s)
+        return Copy(head.blocks[-1], command, flow, self._heat(head, now), saved_s, cost_s)
 
-    def _reckon(self, head: Head, target: WorkerId, tokens: int, replicas: int, now: float) -> tuple[float, float]:
+    def _reckon(self, head: Head, flow: Flow, tokens: int, replicas: int, now: float) -> tuple[float, float]:
         """Prefill seconds that a copy saves, and costs, a second."""
+        target = flow.target
         pool, spec, config = self._view.prefill, self._view.specs[target], self._config
         prefill_s = pool.prefill_s(target, tokens, 0)
         rate = self._heat(head, now) * math.log(2.0) / config.heat_half_life_s
         saved = rate * prefill_s / (replicas + 1)
         row = pool.row[target]
-        speed = min(float(pool.nic_bytes_per_s[row]), float(pool.link_bytes_per_s[row]))
-        transfer_s = spec.profile.transfer_latency_s + tokens * spec.profile.kv_bytes_per_token / speed
+        links = self._view.links.outbound(flow.source)
+        bytes_per_s, latency_s = (
+            (pool.link_bytes_per_s, pool.latency_s) if links is None else (links.bytes_per_s, links.latency_s)
+        )
+        speed = min(float(pool.nic_bytes_per_s[row]), float(bytes_per_s[row]))
+        transfer_s = float(latency_s[row]) + tokens * spec.profile.kv_bytes_per_token / speed
         share = len(head.blocks) / float(pool.capacity_blocks[row])
         return saved, (transfer_s + prefill_s * share) / config.heat_half_life_s
 

@@ -198,6 +198,11 @@ class PrefillPool(WorkerTable):
             np.minimum(bandwidth, self.link_bytes_per_s, out=bandwidth)
         return bandwidth
 
+    def inbound_over(self, link_bytes_per_s: FloatArray) -> FloatArray:
+        """The same over other links than the pool's own."""
+        bandwidth: FloatArray = np.minimum(self.nic_bytes_per_s / (self.flows_in + 1.0), link_bytes_per_s)
+        return bandwidth
+
     def links_changed(self) -> None:
         """Transfers came or went."""
         self.version += 1

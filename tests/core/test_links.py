@@ -37,6 +37,24 @@ def test_a_measurement_replaces_the_profile(view: ClusterView) -> None:
     assert view.links.describe("p1")["p0"]["protocol"] == "Ray object store"
 
 
+def test_a_pair_is_believed_what_it_measured(view: ClusterView) -> None:
+    """Whom nobody has fetched from yet gives what the target usually gets; a worker that joins later is reckoned too."""
+    assert view.links.outbound("p0") is None
+    view.link_measured(MEASURED, 0.0)
+    view.link_measured(replace(MEASURED, source="p2", bytes_per_s=1e8, latency_s=0.1), 0.0)
+    row = view.prefill.row["p1"]
+    for source, expected in (("p0", (5e8, 0.004)), ("p2", (1e8, 0.1)), ("p9", (3e8, 0.052))):
+        links = view.links.outbound(source)
+        assert links is not None
+        assert (float(links.bytes_per_s[row]), float(links.latency_s[row])) == pytest.approx(expected)
+        assert len(links.bytes_per_s) == 3
+    view.join(worker("a0", Role.PREFILL), 1)
+    links = view.links.outbound("p0")
+    assert links is not None
+    assert len(links.bytes_per_s) == 4
+    assert float(links.bytes_per_s[view.prefill.row["p1"]]) == 5e8
+
+
 def test_a_worker_is_believed_its_median_link(view: ClusterView) -> None:
     """One slow peer does not make all fetching look slow."""
     for source, speed in (("p0", 5e8), ("p2", 1e6), ("p3", 4e8)):
