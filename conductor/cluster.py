@@ -140,6 +140,7 @@ def _plan(config: Config, store: StoreSettings, role: Role, number: int, actor_c
             transport=section.transport,
             link=LinkLimit(section.link_gbps, section.link_latency_ms),
             transport_codec=section.transport_codec,
+            profile_budget_s=section.profile_budget_s,
             store=store,
         )
     except ValueError as error:

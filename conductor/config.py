@@ -104,6 +104,7 @@ class WorkersSection(Section):
     transport: str = Field(
         default="object_store", description="how KV moves between workers: a name, several in order, or auto"
     )
+    profile_budget_s: PositiveFloat = Field(default=20.0, description="time to measure a model on a machine, on first use")
     transport_codec: Literal["fp32", "bf16", "fp16", "fp8", "int8", "fp4", "mxfp4"] | None = Field(
         default=None, description="number format in which KV moves between workers; null: as it is cached"
     )
@@ -130,7 +131,7 @@ class StoreSection(Section):
     other_retention_days: float = Field(default=7.0, ge=0, description="target of every other class")
     queue_blocks: PositiveInt = Field(default=4096, description="blocks that may wait to be written to one tier")
     look_interval_s: PositiveFloat = Field(
-        default=60.0, description="how often a worker looks whether other clusters have changed shared_paths"
+        default=60.0, description="how often a worker looks whether others have changed what a tier holds"
     )
     throttle_mib_per_s: PositiveFloat | None = Field(
         default=None, description="slows disk and shared tier down, for tests and demonstrations"

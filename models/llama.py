@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,8 @@ from models.ops import gated_silu, rms_norm
 from models.paged_attention import PLAIN_SOFTMAX, BatchPlan, Softmax, attend, last_token_plan, plan_batch, write_kv
 from models.rotary import rotary_tables, rotate
 from models.weights import EMBED, FINAL_NORM, HEAD
+
+Plans: TypeAlias = Mapping[int | None, BatchPlan]  # by the width of the window, None where there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +76,17 @@ class Llama(CausalLM):
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: PagedKVCache, *, on_layer: Callable[[int], None] | None = None) -> Tensor:
-        dtype = self._embed.dtype
-        plans = {window: plan_batch(batch, cache, dtype, window) for window in self._tables}
+        return self.compute(batch, self.plan(batch, cache), cache, on_layer)
+
+    def plan(self, batch: ForwardBatch, cache: PagedKVCache, padded_blocks: int | None = None) -> Plans:
+        """How to compute a batch, for each width of window. See `plan_batch`."""
         self.check_context(batch)
+        return {window: plan_batch(batch, cache, self._embed.dtype, window, padded_blocks) for window in self._tables}
+
+    def compute(
+        self, batch: ForwardBatch, plans: Plans, cache: PagedKVCache, on_layer: Callable[[int], None] | None = None
+    ) -> Tensor:
+        """What `forward` returns. Touches the host for nothing that depends on tokens or places, if all of a batch decodes."""
         angles = {
             window: (cos[plans[window].positions], sin[plans[window].positions]) for window, (cos, sin) in self._tables.items()
         }
@@ -89,7 +100,7 @@ class Llama(CausalLM):
                 on_layer(index)
             if index == len(self._layers) - 1 and not batch.all_logits and len(plan.last_rows) < len(hidden):
                 hidden, queries = hidden[plan.last_rows], queries[plan.last_rows]
-                plan = last_token_plan(batch, plan, cache, dtype, window)
+                plan = last_token_plan(batch, plan, cache, self._embed.dtype, window)
             hidden = self._finish_layer(layer, hidden, queries, kv, plan)
         return self._logits(hidden)
 

@@ -88,9 +88,16 @@ class BatchPlan:
         return not self.chunks
 
 
-def plan_batch(batch: ForwardBatch, cache: PagedKVCache, dtype: torch.dtype, window: int | None = None) -> BatchPlan:
+def plan_batch(
+    batch: ForwardBatch,
+    cache: PagedKVCache,
+    dtype: torch.dtype,
+    window: int | None = None,
+    padded_blocks: int | None = None,
+) -> BatchPlan:
     """Lay out `batch`, for layers that see `window` tokens back. Raises `ValueError` when its lengths disagree or a block table
-    is too short or out of range."""
+    is too short or out of range. `padded_blocks`: how many blocks a decoding sequence is laid out with, whatever it has, so
+    that all plans of as many sequences have the same shapes."""
     _check_batch(batch, cache)
     device, size = cache.layers[0].device, cache.block_tokens
     chunks, single = [], []
@@ -103,7 +110,7 @@ def plan_batch(batch: ForwardBatch, cache: PagedKVCache, dtype: torch.dtype, win
             chunks.append(ChunkWork(row, row + new, run, _mask(seen, device, dtype)))
         row += new
     positions, slots = _places(batch, size)
-    decode = _decode_work(single, cache, dtype) if single else None
+    decode = _decode_work(single, cache, dtype, padded_blocks) if single else None
     last_rows = torch.as_tensor(batch.query_lens).cumsum(0) - 1
     return BatchPlan(positions.to(device), slots.to(device), last_rows.to(device), tuple(chunks), decode)
 
@@ -198,25 +205,29 @@ def _minus_infinity(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
 
 
-def _decode_work(single: Sequence[tuple[int, _Seen]], cache: PagedKVCache, dtype: torch.dtype) -> DecodeWork:
+def _decode_work(
+    single: Sequence[tuple[int, _Seen]], cache: PagedKVCache, dtype: torch.dtype, padded_blocks: int | None = None
+) -> DecodeWork:
     """`single`: row in the batch and context of each sequence with one new token."""
     device, size = cache.layers[0].device, cache.block_tokens
     contexts = [seen for _, seen in single]
-    longest = max(seen.total for seen in contexts)
+    longest = max(seen.total for seen in contexts) if padded_blocks is None else padded_blocks * size
     used = [list(seen.table[: -(-seen.total // size)]) for seen in contexts]
     tables = torch.tensor([table + [0] * (-(-longest // size) - len(table)) for table in used])
     first = torch.tensor([max(seen.first, seen.total - (seen.window or seen.total)) for seen in contexts])
     lengths = torch.tensor([seen.total for seen in contexts])
     keys = torch.arange(longest)
     hidden = (keys >= lengths[:, None]) | (keys < first[:, None])
+    alone = len(contexts) == 1 and padded_blocks is None
+    masked = padded_blocks is not None or bool(hidden.any())
     return DecodeWork(
         rows=torch.tensor([row for row, _ in single], device=device),
         tables=tables.to(device),
         first=first.to(device),
         lengths=lengths.to(device),
-        run=_block_run(contexts[0].table, contexts[0].total, size, device) if len(contexts) == 1 else None,
+        run=_block_run(contexts[0].table, contexts[0].total, size, device) if alone else None,
         max_tokens=longest,
-        mask=_minus_infinity(hidden, dtype)[:, None, None].to(device) if bool(hidden.any()) else None,
+        mask=_minus_infinity(hidden, dtype)[:, None, None].to(device) if masked else None,
     )
 
 

@@ -18,8 +18,10 @@ from conductor.core.cost_profile import CostProfile
 from conductor.core.hashing import KVNamespace
 from conductor.core.messages import SamplingParams
 from conductor.core.types import BlockHash
-from models.base import KVLayout
+from models.base import CausalLM, KVLayout
+from models.graphed_decode import GraphedDecode
 from models.kv_codec import BlockCodec
+from models.llama import Llama
 from models.load import LoadedModel, load_model
 from models.native_kernels import kernels
 from workers.coded_transport import CodedTransport, block_codec, coded_descriptor
@@ -64,7 +66,8 @@ def build_parts(config: WorkerConfig) -> WorkerParts:
         kv_dtype=config.kv_dtype,
         weight_format=config.weights,
     )
-    engine = Engine(loaded.model, make_cache(config, loaded.model.layout))
+    cache = make_cache(config, loaded.model.layout)
+    engine = Engine(graphed(loaded.model, cache), cache)
     namespace = loaded.card.namespace
     codec = block_codec(config.transport_codec, loaded.model.layout, config.block_tokens)
     profile = config.profile or measured_profile(config, loaded, engine.cache)
@@ -78,6 +81,12 @@ def build_parts(config: WorkerConfig) -> WorkerParts:
         model_name=loaded.card.name,
         root_of=lambda domain: KVNamespace(namespace, config.block_tokens, salt=domain).seed,
     )
+
+
+def graphed(model: CausalLM, cache: DeviceCache) -> CausalLM:
+    """The model with its decode steps as CUDA graphs, where it runs on a CUDA device and its family can."""
+    on_cuda = cache.paged.layers[0].device.type == "cuda"
+    return GraphedDecode(model, cache.paged) if on_cuda and isinstance(model, Llama) else model
 
 
 def coded_transports(config: WorkerConfig, kv: KVDescriptor, codec: BlockCodec | None) -> Mapping[str, KVTransport]:

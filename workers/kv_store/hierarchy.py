@@ -7,6 +7,7 @@ shared one are one holder each, so any worker's snapshot of them stands for all.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -14,8 +15,8 @@ from functools import partial
 
 from conductor.core.types import BlockHash, Tier, TierReport
 from workers.kv_store.base import KVTier, TierChange
+from workers.kv_store.blob_tier import BlobTier
 from workers.kv_store.opening import OpenedTiers
-from workers.kv_store.shared_directory import SharedDirectoryTier
 from workers.kv_store.write_behind import Prefix, Source, WriteBehind
 from workers.kv_transfer.base import KVArray
 
@@ -43,7 +44,7 @@ class Hierarchy:
             self._writers[0].add(Prefix(tuple(names), traffic_class, new))
 
     def capacities(self) -> dict[Tier, int]:
-        return {tier: kept.stats().capacity_blocks for tier, kept in self.tiers.items()}
+        return {tier: kept.capacity_blocks for tier, kept in self.tiers.items()}
 
     def changes(self) -> list[tuple[Tier, TierChange]]:
         """What was stored and removed since the last call, in order."""
@@ -55,8 +56,7 @@ class Hierarchy:
 
     def has_news(self) -> bool:
         """Whether others have changed what is held, so that a snapshot is due. Blocks."""
-        shared = self.tiers.get(Tier.SHARED)
-        return isinstance(shared, SharedDirectoryTier) and shared.has_news()
+        return any(tier.has_news() for tier in self.tiers.values() if isinstance(tier, BlobTier))
 
     def reports(self) -> tuple[TierReport, ...]:
         """How each tier is doing, those that could not be opened included. Blocks."""
@@ -65,19 +65,22 @@ class Hierarchy:
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until what was kept has been written to all tiers; False if that took too long."""
-        return all(writer.flush(timeout_s) for writer in self._writers)
+        until_s = time.monotonic() + timeout_s
+        return all(writer.flush(max(0.0, until_s - time.monotonic())) for writer in self._writers)
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Write what can be written in time, then let go of files and memory."""
+        """Write what can be written in time, then let go of memory and files, memory first: a disk may hang."""
         self.flush(timeout_s)
         for writer in self._writers:
             writer.close()
-        for tier in self.tiers.values():
-            tier.close()
+            writer.tier.close()
 
 
 def _report(writer: WriteBehind) -> TierReport:
-    return TierReport(**asdict(writer.tier.stats()), dropped=writer.dropped, waiting=writer.waiting_blocks)
+    try:
+        return TierReport(**asdict(writer.tier.stats()), dropped=writer.dropped, waiting=writer.waiting_blocks)
+    except OSError as error:
+        return TierReport(tier=writer.tier.tier, dropped=writer.dropped, waiting=writer.waiting_blocks, failure=str(error))
 
 
 @contextmanager

@@ -114,6 +114,21 @@ def test_a_failing_tier_holds_up_no_other(make: partial[Hierarchy], pool: Pool, 
     assert "ENOSPC" in (hierarchy.reports()[0].failure or "")
 
 
+def test_a_tier_that_cannot_be_looked_at_is_reported_as_failing(
+    make: partial[Hierarchy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file server that is gone answers nothing, not even how full it is."""
+    shared = make_shared(tmp_path)
+    hierarchy = make([shared])
+
+    def gone() -> None:
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(shared, "stats", gone)
+    assert "Stale file handle" in (hierarchy.reports()[0].failure or "")
+    assert hierarchy.capacities() == {Tier.SHARED: 40}
+
+
 def test_closing_gives_up_what_would_take_too_long(make: partial[Hierarchy], pool: Pool, tmp_path: Path) -> None:
     hierarchy = make([make_disk(tmp_path)])
     pool.gate.clear()
