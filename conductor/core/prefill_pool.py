@@ -283,12 +283,12 @@ class PrefillPool(WorkerTable):
         self.layered = bool((self.layer_groups > 1.0).any())
 
     def _check_kept(self) -> None:
-        kept = self._queue_s, self._churn_share, self._inbound_bytes_per_s
+        now, queue_s = self._queue_s or (0.0, None)
+        kept = queue_s, self._churn_share, self._inbound_bytes_per_s
         self._queue_s = self._churn_share = self._inbound_bytes_per_s = None
-        fresh = () if kept[0] is None else self.queue_s(kept[0][0]), self.churn_share(), self.inbound_bytes_per_s()
-        seen = () if kept[0] is None else kept[0][1], kept[1], kept[2]
-        if any(old is not None and not np.array_equal(old, new) for old, new in zip(seen, fresh, strict=True)):
-            raise InvariantError(f"queues, churn and bandwidths {seen} are kept, but {fresh} hold")
+        fresh = self.queue_s(now), self.churn_share(), self.inbound_bytes_per_s()
+        if any(old is not None and not np.array_equal(old, new) for old, new in zip(kept, fresh, strict=True)):
+            raise InvariantError(f"queues, churn and bandwidths {kept} are kept, but {fresh} hold")
 
     def check(self) -> None:
         super().check()
