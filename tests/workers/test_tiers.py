@@ -326,12 +326,12 @@ async def test_an_operator_is_answered_in_json(cluster: Cluster, store: StoreSet
     stats = json.loads(json.dumps(await worker.cache_command("stats", None)))
     assert [stats[tier]["blocks"] for tier in ("host", "disk", "shared")] == [BLOCKS] * 3
     listed = json.loads(json.dumps(await worker.cache_command("ls", None)))
-    assert {tier: [row["hash"] for row in rows] for tier, rows in listed.items()} == dict.fromkeys(listed, [f"{last:032x}"])
+    assert {tier: [row["hash"] for row in rows] for tier, rows in listed.items()} == {key: [f"{last:032x}"] for key in listed}
     everywhere = dict.fromkeys(listed, BLOCKS)
     assert await worker.cache_command("pin", last) == everywhere
     assert await worker.cache_command("drop", None) == dict.fromkeys(listed, 0)
     assert await worker.cache_command("unpin", last) == everywhere
-    assert await worker.cache_command("verify", None) == dict.fromkeys(listed, {"checked": BLOCKS, "damaged": 0})
+    assert await worker.cache_command("verify", None) == {key: {"checked": BLOCKS, "damaged": 0} for key in listed}
     assert await worker.cache_command("drop", None) == everywhere
     for tier in ALL:
         await until(lambda tier=tier: any(last in e.blocks and e.tier is tier for e in cluster.conductor.of(BlocksRemoved)))
