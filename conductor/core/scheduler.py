@@ -79,7 +79,7 @@ class Scheduler:
             ev.RequestCancelled: self._handle_request_cancelled,
             ev.WorkerJoined: self._handle_worker_joined,
             ev.WorkerLost: self._handle_worker_lost,
-            ev.WorkerDraining: self._view.draining,
+            ev.WorkerDraining: self._migration.draining,
             ev.BlocksStored: self._reports.stored,
             ev.BlocksRemoved: self._reports.removed,
             ev.CacheCleared: self._reports.cleared,
@@ -93,6 +93,7 @@ class Scheduler:
             ev.RequestFailed: self._handle_request_failed,
             ev.TransferFinished: self._migration.finished,
             ev.TransferFailed: self._migration.failed,
+            ev.LinkMeasured: self._view.link_measured,
             ev.Tick: self._handle_tick,
         }
 
