@@ -13,7 +13,6 @@ import asyncio
 import logging
 import os
 import time
-import uuid
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,11 +103,11 @@ def plan_workers(config: Config) -> list[WorkerPlan]:
 
 
 def _store_settings(config: Config) -> StoreSettings:
-    """The tiers of every worker of this deployment, which has the memory of its hosts to itself. Raises `ClusterError`."""
+    """The tiers of every worker. Raises `ClusterError`."""
     from workers.kv_store.settings import settings_from
 
     try:
-        return settings_from(config.store.model_dump(), f"{config.cluster.namespace}-{uuid.uuid4().hex[:12]}")
+        return settings_from(config.store.model_dump(), config.cluster.namespace)
     except ValueError as error:
         raise ClusterError(f"store: {error}") from None
 

@@ -219,6 +219,7 @@ class WorkerActor(ABC):
         if kept is None:
             raise KVStoreError(f"this worker has no {tier.name.lower()} tier")
         restored = await self._move(restore, self.cache, kept, tuple(blocks))
+        self.store.was_read(tier, restored.nbytes, restored.duration_s)
         self._reporter.touch()
         return restored
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import numpy as np
+import ray
 import torch
 
 from conductor.core.cost_profile import CostProfile
@@ -30,6 +31,7 @@ from workers.device_cache import DeviceCache
 from workers.engine import Engine
 from workers.kv_store.base import BlockFormat
 from workers.kv_store.opening import OpenedTiers, open_tiers
+from workers.kv_store.settings import StoreSettings
 from workers.kv_transfer.base import KVDescriptor, KVTransport
 from workers.kv_transfer.select import make_transport
 from workers.kv_transfer.throttled import LinkLimit
@@ -70,7 +72,8 @@ def build_parts(config: WorkerConfig) -> WorkerParts:
     namespace = loaded.card.namespace
     codec = block_codec(config.transport_codec, loaded.model.layout, config.block_tokens)
     profile = config.profile or measured_profile(config, loaded, engine.cache)
-    tiers = open_tiers(config.store, BlockFormat("/".join(namespace), engine.cache.kv), node_of(config))
+    block_format = BlockFormat(stored_namespace(config, namespace, codec), engine.cache.kv)
+    tiers = open_tiers(in_cluster(config.store), block_format, node_of(config))
     moved = profile.kv_bytes_per_token if codec is None else moved_bytes(engine.cache.kv, codec)
     return WorkerParts(
         engine=engine,
@@ -102,6 +105,20 @@ def moved_bytes(kv: KVDescriptor, codec: BlockCodec) -> int:
 def node_of(config: WorkerConfig) -> str:
     """The host whose memory and disk the worker shares."""
     return config.node or socket.gethostname()
+
+
+def stored_namespace(config: WorkerConfig, namespace: tuple[str, ...], codec: BlockCodec | None) -> str:
+    """Everything that the values of KV depend on: tiers outlive a configuration, and other clusters read them."""
+    lossy = [] if codec is None or codec.keeps_bits else [f"moved as {codec.name}"]
+    return "/".join([*namespace, f"weights {config.weights}", f"computed in {config.compute_dtype}", *lossy])
+
+
+def in_cluster(store: StoreSettings) -> StoreSettings:
+    """With the address of the Ray cluster in the deployment's name: all workers of a host in it share memory, whoever started
+    them, and those of another cluster do not."""
+    if not ray.is_initialized():
+        return store
+    return replace(store, deployment=f"{store.deployment}-{ray.get_runtime_context().gcs_address}")
 
 
 def measured_profile(config: WorkerConfig, loaded: LoadedModel, cache: DeviceCache) -> CostProfile:

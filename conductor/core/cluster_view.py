@@ -90,6 +90,11 @@ class ClusterView:
             self.prefill.report(worker, event.load, now)
         if worker in self.decode:
             self.decode.report(worker, event.load)
+        for report in event.tiers:
+            if report.read_bytes_per_s is not None and report.tier in LOWER_TIERS:
+                self._tier_bytes_per_s[self.holder(worker, report.tier)] = report.read_bytes_per_s
+                if worker in self.prefill:
+                    self.prefill.tier_was_read(worker, report.tier, report.read_bytes_per_s)
         return []
 
     def drain(self, worker: WorkerId) -> None:

@@ -51,6 +51,7 @@ def test_a_restart_finds_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         eventually(lambda: metric(served, "conductor_worker_shared_stored") >= FULL_BLOCKS)
 
     def restore(served: Served, client: openai.OpenAI) -> None:
+        eventually(lambda: metric(served, "conductor_worker_disk_blocks") >= FULL_BLOCKS)  # told after the first snapshot
         again, cached, decision_id = ask(client)
         assert (again, cached) == (first[0], 64 * FULL_BLOCKS)
         assert any(f"/{tier}" in str(decision(served, decision_id)) for tier in ("disk", "shared"))

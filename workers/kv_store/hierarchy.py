@@ -21,6 +21,8 @@ from workers.kv_store.write_behind import Prefix, Source, WriteBehind
 from workers.kv_transfer.base import KVArray
 
 CLOSE_TIMEOUT_S = 3.0
+MIN_TELLING_BYTES = 1 << 20
+LEARNING_RATE = 0.3
 
 
 class Hierarchy:
@@ -29,6 +31,7 @@ class Hierarchy:
     def __init__(self, opened: OpenedTiers, pool: Source, queue_blocks: int) -> None:
         self._failures = dict(opened.failures)
         self.tiers: Mapping[Tier, KVTier] = {tier.tier: tier for tier in opened.tiers}
+        self._bytes_per_s = dict(opened.bytes_per_s)
         self._writers: list[WriteBehind] = []
         above: list[Source] = []
         for tier in opened.tiers:
@@ -42,6 +45,12 @@ class Hierarchy:
         """Write a prefix, the last `new` blocks of which were just computed, to every tier some time soon. Never waits."""
         if self._writers and new > 0:
             self._writers[0].add(Prefix(tuple(names), traffic_class, new))
+
+    def was_read(self, tier: Tier, nbytes: int, duration_s: float) -> None:
+        """Learn from a restore how fast a tier is; small ones tell more of the way than of the tier."""
+        if nbytes >= MIN_TELLING_BYTES:
+            speed, known = nbytes / duration_s, self._bytes_per_s.get(tier)
+            self._bytes_per_s[tier] = speed if known is None else known + LEARNING_RATE * (speed - known)
 
     def capacities(self) -> dict[Tier, int]:
         return {tier: kept.capacity_blocks for tier, kept in self.tiers.items()}
@@ -61,7 +70,20 @@ class Hierarchy:
     def reports(self) -> tuple[TierReport, ...]:
         """How each tier is doing, those that could not be opened included. Blocks."""
         missing = [TierReport(tier=tier, failure=failure) for tier, failure in self._failures.items()]
-        return tuple(sorted([*missing, *map(_report, self._writers)], key=lambda report: report.tier))
+        return tuple(sorted([*missing, *map(self._report, self._writers)], key=lambda report: report.tier))
+
+    def _report(self, writer: WriteBehind) -> TierReport:
+        tier = writer.tier.tier
+        try:
+            stats = asdict(writer.tier.stats())
+        except OSError as error:
+            stats = {"tier": tier, "failure": str(error)}
+        return TierReport(
+            **stats,
+            dropped=writer.dropped,
+            waiting=writer.waiting_blocks,
+            read_bytes_per_s=self._bytes_per_s.get(tier),
+        )
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until what was kept has been written to all tiers; False if that took too long."""
@@ -74,13 +96,6 @@ class Hierarchy:
         for writer in self._writers:
             writer.close()
             writer.tier.close()
-
-
-def _report(writer: WriteBehind) -> TierReport:
-    try:
-        return TierReport(**asdict(writer.tier.stats()), dropped=writer.dropped, waiting=writer.waiting_blocks)
-    except OSError as error:
-        return TierReport(tier=writer.tier.tier, dropped=writer.dropped, waiting=writer.waiting_blocks, failure=str(error))
 
 
 @contextmanager
