@@ -1,4 +1,4 @@
-"""How fast the default model prefills and decodes on this CPU, in full weights and in int8, and what int8 costs in quality.
+"""How fast the default model prefills and decodes on this CPU, by weight format, and what int8 costs in quality.
 
 Every rate is the best of a few rounds, ours and the peers' alike: what the machine can do when nothing else is at work on it.
 The peers' rates are measured in the same run where their Pythons are named: CONDUCTOR_BENCH_LLAMA_PYTHON (one with
@@ -38,7 +38,7 @@ DECODE_STEPS = 16
 THREADS = int(os.environ.get("CONDUCTOR_BENCH_THREADS", "2"))
 CLOCK_NAME = os.environ.get("CONDUCTOR_BENCH_CLOCK", "wall")
 CLOCK = {"wall": time.perf_counter, "cpu": time.process_time}[CLOCK_NAME]
-FORMATS = ("full", "int8")
+FORMATS = ("full", "packed", "int8")
 LLAMA_PREFILL_RATIOS = {512: 2.0, 2048: 2.0, 8192: 1.5}
 
 
@@ -135,7 +135,7 @@ def vllm_rates() -> dict[str, float] | None:
 
 
 def quality_figures(models: Mapping[str, CausalLM], text: list[int]) -> list[Figure]:
-    exact, rounded = (score_text(models[name], text) for name in FORMATS)
+    exact, rounded = (score_text(models[name], text) for name in ("full", "int8"))
     rise = 100 * (rounded.perplexity / exact.perplexity - 1)
     return [
         at_most(
