@@ -6,6 +6,7 @@ PORT ?= 8000
 HOST ?= 127.0.0.1
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+EXTRAS ?= dev
 
 BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.runtime-installed
@@ -28,7 +29,7 @@ $(RUNTIME): pyproject.toml constraints.txt
 
 $(DEVELOP): $(RUNTIME)
 	@echo "==> Installing what tests and checks need"
-	@$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	@touch $@
 
 install: $(RUNTIME) ## Create the virtual environment with the pinned packages

@@ -5,17 +5,24 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import shutil
+import socket
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from conductor.cluster import plan_workers
 from conductor.config import Config
+from conductor.connection import ClusterError
 from conductor.gateway.server import BindError, bind
 from conductor.serve import ServeError, check_memory, prepare_model
 from models.errors import ModelError
 
 SHARED_MEMORY = Path("/dev/shm")
 PACKAGES = ("ray", "torch", "numpy", "fastapi", "tokenizers", "scikit-learn")
+COARSEST_CLOCK_S = 1e-3
+EARLIEST_TIME_S = 1_735_689_600.0  # 2025-01-01
+CONNECT_TIMEOUT_S = 3.0
 GIB = 2**30
 
 
@@ -31,7 +38,11 @@ def examine(config: Config) -> list[Finding]:
     return [
         Finding("python", True, platform.python_version()),
         *_packages(),
-        _attempt("port", lambda: _port(config)),
+        _attempt("clock", _clock),
+        _attempt("port", lambda: _port(config.gateway.host, config.gateway.port)),
+        _attempt("admin port", lambda: _admin_port(config)),
+        _attempt("Ray", lambda: _ray(config)),
+        _attempt("workers and transport", lambda: _workers(config)),
         _attempt("shared memory", lambda: _shared_memory(config)),
         _attempt("model and memory", lambda: _model_and_memory(config)),
     ]
@@ -40,7 +51,7 @@ def examine(config: Config) -> list[Finding]:
 def _attempt(check: str, look: Callable[[], str]) -> Finding:
     try:
         return Finding(check, True, look())
-    except (BindError, ModelError, ServeError) as error:
+    except (BindError, ClusterError, ModelError, ServeError) as error:
         return Finding(check, False, str(error))
 
 
@@ -52,9 +63,44 @@ def _packages() -> Iterator[Finding]:
             yield Finding(name, False, "not installed")
 
 
-def _port(config: Config) -> str:
-    bind(config.gateway.host, config.gateway.port).close()
-    return f"{config.gateway.host}:{config.gateway.port} is free"
+def _clock() -> str:
+    """Durations come from the monotonic clock; epochs of workers, and what people read, from the wall clock."""
+    resolution_s = time.get_clock_info("monotonic").resolution
+    if resolution_s > COARSEST_CLOCK_S:
+        raise ServeError(f"the monotonic clock has steps of {resolution_s:g} s; allowed: up to {COARSEST_CLOCK_S:g} s")
+    if time.time() < EARLIEST_TIME_S:
+        raise ServeError(f"the wall clock says {time.strftime('%Y-%m-%d')}, which is long past; set it")
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S%z')}, monotonic in steps of {resolution_s:g} s"
+
+
+def _port(host: str, port: int) -> str:
+    bind(host, port).close()
+    return f"{host}:{port} is free"
+
+
+def _admin_port(config: Config) -> str:
+    gateway = config.gateway
+    return "closed" if gateway.admin_port is None else _port(gateway.admin_host, gateway.admin_port)
+
+
+def _ray(config: Config) -> str:
+    """Whether somebody listens where Ray is said to be; `auto` is found by Ray itself."""
+    address = config.cluster.address
+    if address is None:
+        return "is started on this machine"
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        return f"is looked for at {address}"
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise ServeError(f"cluster.address {address} does not answer: {error}") from None
+    return f"answers at {address}"
+
+
+def _workers(config: Config) -> str:
+    plans = plan_workers(config)
+    return f"{len(plans)} workers over {config.workers.transport}"
 
 
 def _shared_memory(config: Config) -> str:

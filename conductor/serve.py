@@ -26,7 +26,7 @@ from conductor.engine_client import HashPrompt
 from conductor.gateway import GatewaySettings, ServedModel, create_app
 from conductor.gateway.keys import KeysError, load_keys
 from conductor.gateway.logs import configure_logging
-from conductor.gateway.server import BindError, Server, bind, bind_admin, make_server
+from conductor.gateway.server import BindError, Server, bind, bind_admin, make_server, spare_the_collector
 from conductor.gateway.tls import TlsError, certificates
 from conductor.gateway.tracing import Tracing, TracingError, check_environment, tracing_from
 from conductor.ray_engine_client import RayEngineClient
@@ -198,6 +198,7 @@ async def _serve(config: Config, prepared: Prepared, listeners: Listeners, progr
         stack.callback(tracing.close)
         app = create_app(client, prepared.served, config.gateway, tracing)
         signals.server = make_server(app, admin=listeners.admin, own_signals=False)
+        spare_the_collector()
         progress(_ready_lines(listeners.gateway, prepared.served.name, config.gateway))
         await signals.server.serve(sockets=[listeners.gateway])
         progress("stopping the workers")

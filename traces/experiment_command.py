@@ -1,8 +1,12 @@
-"""`conductor experiment`: runs an experiment of a paper and prints its figures beside ours, and which claims hold."""
+"""`conductor experiment`: runs an experiment of a paper and prints its figures beside ours, and which claims hold.
+
+Its JSON is described by `experiment.schema.json`, that of `conductor compare` by `comparison.schema.json`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
 from rich.table import Table
 
@@ -13,6 +17,8 @@ from traces.generate import generate
 from traces.report import STANDARD_OUTPUT, write_json
 from traces.schema import TraceRequest
 
+SCHEMA_VERSION = 1
+
 
 def run_experiment(experiment: Experiment, trace: Trace | None, limit: int | None, json_target: str | None) -> ExitCode:
     """Exit code 1 when a claim does not hold. Without a trace its workload is generated, `limit` requests of it.
@@ -20,7 +26,7 @@ def run_experiment(experiment: Experiment, trace: Trace | None, limit: int | Non
     Raises typer.Exit with a line of error when the trace cannot be read.
     """
     with bad_input():
-        source: Iterable[TraceRequest] = generate(experiment.workload, limit) if trace is None else trace
+        source: Iterable[TraceRequest] = generate(experiment.workload, limit or experiment.requests) if trace is None else trace
         requests = list(source)
         if trace is not None:
             remark_on_reading(trace.report)
@@ -33,7 +39,7 @@ def run_experiment(experiment: Experiment, trace: Trace | None, limit: int | Non
     if json_target != STANDARD_OUTPUT:
         _print(experiment, f"{name}, {len(requests):,} requests", findings)
     if json_target is not None:
-        write_json(_as_json(experiment, name, len(requests), findings), json_target)
+        write_json(as_json(experiment, name, len(requests), findings), json_target)
     return ExitCode.DONE if all(claim.holds for claim in findings.claims) else ExitCode.REQUESTS_FAILED
 
 
@@ -55,15 +61,20 @@ def _print(experiment: Experiment, trace: str, findings: Findings) -> None:
     out.print(verdicts)
 
 
-def _as_json(experiment: Experiment, trace: str, requests: int, findings: Findings) -> dict[str, object]:
+def _measured(columns: Sequence[str], figures: Sequence[float]) -> dict[str, float | None]:
+    """Figures by column; None for what was not measured, since JSON has no number for it."""
+    return {column: figure if math.isfinite(figure) else None for column, figure in zip(columns, figures, strict=True)}
+
+
+def as_json(experiment: Experiment, trace: str, requests: int, findings: Findings) -> dict[str, object]:
     return {
+        "schema_version": SCHEMA_VERSION,
         "experiment": experiment.name,
         "source": experiment.source,
         "trace": trace,
         "requests": requests,
         "rows": [
-            {"label": row.label, "paper": row.paper, "ours": dict(zip(findings.columns, row.ours, strict=True))}
-            for row in findings.rows
+            {"label": row.label, "paper": row.paper, "ours": _measured(findings.columns, row.ours)} for row in findings.rows
         ],
         "claims": [{"claim": claim.text, "holds": claim.holds, "ours": claim.ours} for claim in findings.claims],
     }

@@ -91,8 +91,8 @@ class RunResult:
     """One replay. `outcomes` are in trace order and complete: nothing that was taken from the trace is missing.
 
     `wall_s` is real time; None where the run must be byte-identical when repeated. `replicas` counts, for the most used
-    blocks by rank, the holders at the end. `gpus` is the size of the cluster, for throughput per GPU; `prefill_busy_s` is the
-    time that its workers computed prompts, together.
+    blocks by rank, the holders at the end; `holders` are those of the most spread blocks by rank, over time. `gpus` is the
+    size of the cluster, for throughput per GPU; `prefill_busy_s` is the time that its workers computed prompts, together.
     """
 
     mode: RunMode
@@ -105,6 +105,7 @@ class RunResult:
     gpus: int | None = None
     bytes_moved: Mapping[str, int] = field(default_factory=dict)
     replicas: Mapping[str, float] = field(default_factory=dict)
+    holders: Mapping[int, Sequence[int]] = field(default_factory=dict)
     load_max_over_mean: float | None = None
     prefill_busy_s: float | None = None
     loads: Sequence[LoadSample] = ()

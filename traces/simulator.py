@@ -26,6 +26,7 @@ from traces.schema import TraceRequest
 from traces.sim.hindsight import Hindsight
 from traces.sim.job import RequestRecord
 from traces.sim.loop import At, EventLoop
+from traces.sim.replicas import ReplicaLog
 from traces.sim.results import collect
 from traces.sim.watch import Watch
 from traces.sim_workers import Answers, SimCluster, World
@@ -54,7 +55,7 @@ class SimulationOptions:
     `policy` places requests where the scheduler's configuration names a policy that is not the core's own.
 
     `load_reports_s` is how often workers report their load; None is never, since nothing runs on a simulated worker that its
-    scheduler has not sent there.
+    scheduler has not sent there. `count_replicas` looks now and then at which blocks lie on how many workers.
     """
 
     cluster: ClusterProfile
@@ -67,6 +68,7 @@ class SimulationOptions:
     load_reports_s: float | None = None
     outages: tuple[Outage, ...] = ()
     policy: Policy | None = None
+    count_replicas: bool = False
 
     def __post_init__(self) -> None:
         if not self.speed > 0:
@@ -118,6 +120,7 @@ class Simulation:
             slo,
             options.load_reports_s,
         )
+        self.watch.replicas = ReplicaLog() if options.count_replicas else None
         self.hindsight = Hindsight(options.cluster, self.cluster.workers, self.watch, slo)
         self._observer = observer
         self._tick_s: float | None = None

@@ -68,6 +68,7 @@ def restore(cache: DeviceCache, tier: KVTier, names: Sequence[BlockHash]) -> Res
                 cache.commit(table, done, names[: done + len(rows)])
                 done += len(rows)
             if len(rows) < len(wanted):
+                tier.changes.removed(names[done:])  # whoever claims them for the tier is wrong
                 break
     finally:
         cache.release(table)

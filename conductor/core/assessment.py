@@ -11,8 +11,10 @@ from collections.abc import Callable
 from conductor.core import admission
 from conductor.core.cluster_view import ClusterView
 from conductor.core.config import SchedulerConfig
+from conductor.core.late_binding import LateBinding
 from conductor.core.output_length import OutputLengths
 from conductor.core.placement import Situation, eligible
+from conductor.core.policies.conductor import least_work_s
 from conductor.core.prefix_index import PrefixIndex
 from conductor.core.requests import RequestState
 from conductor.core.tbt import DecodeChoice, DecodeNeed, choose_decode
@@ -22,8 +24,7 @@ from conductor.core.worker_table import FloatArray, WorkerTable, some
 
 
 class Assessor:
-    """Reads the belief and changes nothing. `decisions` counts those made so far; `line` tells how many requests wait in the
-    central line, and for how many seconds of work."""
+    """Reads the belief and changes nothing. `decisions` counts those made so far; `line` is the central line."""
 
     def __init__(
         self,
@@ -31,7 +32,7 @@ class Assessor:
         index: PrefixIndex,
         view: ClusterView,
         outputs: OutputLengths,
-        line: Callable[[], tuple[int, float]],
+        line: Callable[[], LateBinding],
     ) -> None:
         self.decisions = 0
         self._outputs = outputs
@@ -58,10 +59,10 @@ class Assessor:
             now=now,
             sequence=self.decisions,
             waited_s=now - state.arrived_s,
-            waiting=self._line()[0],
+            waiting=len(self._line()),
             prefill_eligible=eligible(view.prefill, request, state.avoid),
             decode_eligible=eligible(view.decode, request, state.avoid),
-            backlog_s=self.backlog_s,
+            backlog_s=self._backlog_s(state, terms, now),
         )
 
     @property
@@ -69,10 +70,11 @@ class Assessor:
         """Whether there are workers for both phases."""
         return bool(self._view.prefill.ids and self._view.decode.ids)
 
-    @property
-    def backlog_s(self) -> float:
-        """Seconds of work that wait in the central line for each prefill worker."""
-        return self._line()[1] / len(self._view.prefill)
+    def _backlog_s(self, state: RequestState, terms: PrefillTerms, now: float) -> float:
+        if admission.objectives(state.request, self._config).ttft_s is None:
+            return 0.0
+        work_s = least_work_s(terms, self._config.allow_pull)
+        return self._line().work_before_s(state, work_s, now) / len(self._view.prefill)
 
     def terms(self, request: Request, now: float) -> PrefillTerms:
         """The request's match, and what every prefill worker would have to do for it."""

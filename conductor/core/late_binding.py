@@ -107,24 +107,26 @@ class LateBinding:
         return len(self._entries)
 
     @property
-    def load(self) -> tuple[int, float]:
-        """How many wait, and for how many seconds of work."""
-        return len(self), self.work_s
-
-    @property
     def full(self) -> bool:
         return self._config.max_requests is not None and len(self) >= self._config.max_requests
 
     def add(self, state: RequestState, work_s: float, now: float) -> None:
         """Join the line. `work_s` is the predicted work where the request's prefix is cached best."""
         self._numbers += 1
-        config, priority = self._config, int(state.request.priority)
-        key = work_s + config.aging * state.arrived_s + config.priority_step_s * priority
-        entry = self._entries[state.request.id] = Waiting(state, key, self._numbers, work_s)
+        entry = self._entries[state.request.id] = Waiting(state, self._key(state, work_s), self._numbers, work_s)
         self.work_s += work_s
         self._order.add(entry)
         self._note(state, self._may_be_taken(state), now)
-        self._due_s = min(self._due_s, now + config.burst_window_s)
+        self._due_s = min(self._due_s, now + self._config.burst_window_s)
+
+    def work_before_s(self, state: RequestState, work_s: float, now: float) -> float:
+        """Seconds of work of those whose turn comes before this request's, in line already or about to join with `work_s`."""
+        if not self._entries:
+            return 0.0
+        entry = self._entries.get(state.request.id)
+        place = (self._key(state, work_s), math.inf) if entry is None else (entry.key, entry.number)
+        before_s: float = sum(other.work_s for other in self._order.islice(0, self._order.bisect_key_left(place)))
+        return before_s + sum(other.work_s for other in self._late(now) if (other.key, other.number) > place)
 
     def remove(self, request_id: RequestId) -> None:
         entry = self._entries.pop(request_id, None)
@@ -193,9 +195,17 @@ class LateBinding:
 
     def _in_order(self, now: float) -> Iterable[Waiting]:
         """Whoever has waited too long first, by arrival; then by key."""
-        limit_s = now - self._config.max_wait_s
-        late = {entry.number: entry for entry in takewhile(lambda e: e.state.arrived_s <= limit_s, self._entries.values())}
+        late = {entry.number: entry for entry in self._late(now)}
         return chain(late.values(), (entry for entry in self._order if entry.number not in late)) if late else self._order
+
+    def _late(self, now: float) -> Iterator[Waiting]:
+        """Whoever has waited too long, by arrival."""
+        limit_s = now - self._config.max_wait_s
+        return takewhile(lambda entry: entry.state.arrived_s <= limit_s, self._entries.values())
+
+    def _key(self, state: RequestState, work_s: float) -> float:
+        config, priority = self._config, int(state.request.priority)
+        return work_s + config.aging * state.arrived_s + config.priority_step_s * priority
 
     def _someone_is_free(self, now: float) -> bool:
         pool = self._view.prefill

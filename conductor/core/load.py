@@ -1,6 +1,6 @@
 """Load of the two pools, as the paper's overload control means it: predicted time over objective, 1 being just met.
 
-    load of prefill pool = mean over workers of (queue + share of the central line) / TTFT objective
+    load of prefill pool = mean over workers of (queue + share of what is before it in the central line) / TTFT objective
     load of decode pool  = mean over workers of decode step after joining / TBT objective
 
 `decode_load_ahead` is the decode load of the moment at which the request will have been prefilled, rather than of now: early

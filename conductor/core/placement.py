@@ -22,7 +22,8 @@ from conductor.core.worker_table import BoolArray, FloatArray, WorkerTable
 class Situation(NamedTuple):
     """One request and everything that a policy may know.
 
-    `sequence` counts decisions; `waiting` requests are queued behind, `backlog_s` seconds of work a prefill worker.
+    `sequence` counts decisions; `waiting` requests are in the central line, `backlog_s` seconds of work a prefill
+    worker are before this one in it (reckoned for requests with a TTFT objective alone).
     """
 
     request: Request

@@ -157,6 +157,13 @@ class PrefillPool(WorkerTable):
         self._work[spec.id] = {}
         self._forget_rows()
 
+    def relink(self, worker: WorkerId, bytes_per_s: float, shared_bytes_per_s: float, latency_s: float) -> None:
+        """What brings KV to a worker is worth this: to one transfer, and to all at once."""
+        row, card_bytes_per_s = self.row[worker], self.specs[worker].nic_bytes_per_s
+        self.link_bytes_per_s[row], self.latency_s[row] = bytes_per_s, latency_s
+        self.nic_bytes_per_s[row] = min(shared_bytes_per_s, math.inf if card_bytes_per_s is None else card_bytes_per_s)
+        self.links_changed()
+
     def leave(self, worker: WorkerId) -> None:
         self._delete(worker)
         del self._work[worker]
@@ -189,6 +196,11 @@ class PrefillPool(WorkerTable):
         if bandwidth is None:
             bandwidth = self._inbound_bytes_per_s = self.nic_bytes_per_s / (self.flows_in + 1.0)
             np.minimum(bandwidth, self.link_bytes_per_s, out=bandwidth)
+        return bandwidth
+
+    def inbound_over(self, link_bytes_per_s: FloatArray) -> FloatArray:
+        """The same over other links than the pool's own."""
+        bandwidth: FloatArray = np.minimum(self.nic_bytes_per_s / (self.flows_in + 1.0), link_bytes_per_s)
         return bandwidth
 
     def links_changed(self) -> None:
@@ -264,6 +276,11 @@ class PrefillPool(WorkerTable):
         self.foreign_end_s[row] = max(float(self.running_end_s[row]), now) + self.foreign_s[row]
         self._foreign_until_s = max(self._foreign_until_s, float(self.foreign_end_s[row]))
 
+    def tier_was_read(self, worker: WorkerId, tier: Tier, bytes_per_s: float) -> None:
+        """What the worker's restores from a tier have come to, in place of what its profile says."""
+        column: FloatArray = getattr(self, f"{tier.name.lower()}_bytes_per_s")
+        column[self.row[worker]] = bytes_per_s
+
     def prefill_s(self, worker: WorkerId, prompt_tokens: int, reused_tokens: int) -> float:
         """Corrected prediction for one worker."""
         predicted = self.specs[worker].profile.prefill_s(prompt_tokens, reused_tokens)
@@ -278,12 +295,12 @@ class PrefillPool(WorkerTable):
         self.layered = bool((self.layer_groups > 1.0).any())
 
     def _check_kept(self) -> None:
-        kept = self._queue_s, self._churn_share, self._inbound_bytes_per_s
+        now, queue_s = self._queue_s or (0.0, None)
+        kept = queue_s, self._churn_share, self._inbound_bytes_per_s
         self._queue_s = self._churn_share = self._inbound_bytes_per_s = None
-        fresh = () if kept[0] is None else self.queue_s(kept[0][0]), self.churn_share(), self.inbound_bytes_per_s()
-        seen = () if kept[0] is None else kept[0][1], kept[1], kept[2]
-        if any(old is not None and not np.array_equal(old, new) for old, new in zip(seen, fresh, strict=True)):
-            raise InvariantError(f"queues, churn and bandwidths {seen} are kept, but {fresh} hold")
+        fresh = self.queue_s(now), self.churn_share(), self.inbound_bytes_per_s()
+        if any(old is not None and not np.array_equal(old, new) for old, new in zip(kept, fresh, strict=True)):
+            raise InvariantError(f"queues, churn and bandwidths {kept} are kept, but {fresh} hold")
 
     def check(self) -> None:
         super().check()

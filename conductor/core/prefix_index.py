@@ -116,9 +116,9 @@ class PrefixIndex:
 
     def trust(self, holder: Holder) -> None:
         """Everything that this holder has is known again, and in order."""
-        slot = self._slots.get(holder)
-        if slot is not None and slot.closed and self._walked & slot.mask:
-            self._walked ^= slot.mask
+        slot = self._slots[holder]
+        if slot.closed:
+            self._walked &= ~slot.mask
             self.version += 1
 
     def holders(self, block: BlockHash) -> tuple[Holder, ...]:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from conductor.core import admission
+from conductor.core import events as ev
 from conductor.core.assessment import Assessor
 from conductor.core.block_reports import BlockReports
 from conductor.core.bookings import Bookings
@@ -21,29 +22,6 @@ from conductor.core.commands import Cancel, Command, Reject, ResumeRequest, Star
 from conductor.core.config import SchedulerConfig, require_fit
 from conductor.core.continuations import Continuations
 from conductor.core.decision_log import DecisionLog
-from conductor.core.events import (
-    BlocksRemoved,
-    BlocksStored,
-    CacheCleared,
-    Event,
-    FirstToken,
-    HandoverFinished,
-    IndexSnapshot,
-    LoadReported,
-    PrefillFinished,
-    PrefillStarted,
-    RequestArrived,
-    RequestCancelled,
-    RequestFailed,
-    RequestFinished,
-    RequestResumed,
-    Tick,
-    TransferFailed,
-    TransferFinished,
-    WorkerDraining,
-    WorkerJoined,
-    WorkerLost,
-)
 from conductor.core.late_binding import LateBinding
 from conductor.core.learning import Learning
 from conductor.core.migration import Migration
@@ -55,10 +33,12 @@ from conductor.core.prefix_index import PrefixIndex
 from conductor.core.requests import Outcome, Phase, RequestState, RequestTable
 from conductor.core.types import SLO, FinishReason, Rejection, RejectReason, RequestId, WorkerId
 
-FREEING = frozenset((PrefillFinished, HandoverFinished, RequestFailed, RequestCancelled, WorkerJoined, WorkerLost))
+FREEING = frozenset(
+    (ev.PrefillFinished, ev.HandoverFinished, ev.RequestFailed, ev.RequestCancelled, ev.WorkerJoined, ev.WorkerLost)
+)
 """Events after which a prefill worker may be free that was not before."""
 
-CHANGING = frozenset((WorkerJoined, WorkerDraining, WorkerLost))
+CHANGING = frozenset((ev.WorkerJoined, ev.WorkerDraining, ev.WorkerLost))
 """Events after which other requests than before may find a worker."""
 
 OUTCOMES = {
@@ -87,36 +67,37 @@ class Scheduler:
         self._now = -math.inf
         self._migration = Migration(self.config.migration, self._view, self._index, self.config.block_tokens)
         self._books = Bookings(self._view, self._index)
-        self._assessor = Assessor(self.config, self._index, self._view, self._learning.outputs, lambda: self._line.load)
+        self._assessor = Assessor(self.config, self._index, self._view, self._learning.outputs, lambda: self._line)
         self._line = LateBinding(
             self.config.queue, self._view, self._policy, self._assessor.assess, self._assessor.may_be_taken
         )
         wanted = self.config.late_binding
         self._late_binding = self.config.policy == "conductor" if wanted is None else wanted
         self._handlers: dict[type, Callable[[Any, float], list[Command]]] = {
-            RequestArrived: self._handle_request_arrived,
-            RequestResumed: self._handle_request_resumed,
-            RequestCancelled: self._handle_request_cancelled,
-            WorkerJoined: self._handle_worker_joined,
-            WorkerLost: self._handle_worker_lost,
-            WorkerDraining: self._view.draining,
-            BlocksStored: self._reports.stored,
-            BlocksRemoved: self._reports.removed,
-            CacheCleared: self._reports.cleared,
-            IndexSnapshot: self._reports.snapshot,
-            LoadReported: self._view.load_reported,
-            PrefillStarted: self._handle_prefill_started,
-            PrefillFinished: self._handle_prefill_finished,
-            HandoverFinished: self._handle_handover_finished,
-            FirstToken: self._handle_first_token,
-            RequestFinished: self._handle_request_finished,
-            RequestFailed: self._handle_request_failed,
-            TransferFinished: self._migration.finished,
-            TransferFailed: self._migration.failed,
-            Tick: self._handle_tick,
+            ev.RequestArrived: self._handle_request_arrived,
+            ev.RequestResumed: self._handle_request_resumed,
+            ev.RequestCancelled: self._handle_request_cancelled,
+            ev.WorkerJoined: self._handle_worker_joined,
+            ev.WorkerLost: self._handle_worker_lost,
+            ev.WorkerDraining: self._migration.draining,
+            ev.BlocksStored: self._reports.stored,
+            ev.BlocksRemoved: self._reports.removed,
+            ev.CacheCleared: self._reports.cleared,
+            ev.IndexSnapshot: self._reports.snapshot,
+            ev.LoadReported: self._view.load_reported,
+            ev.PrefillStarted: self._handle_prefill_started,
+            ev.PrefillFinished: self._handle_prefill_finished,
+            ev.HandoverFinished: self._handle_handover_finished,
+            ev.FirstToken: self._handle_first_token,
+            ev.RequestFinished: self._handle_request_finished,
+            ev.RequestFailed: self._handle_request_failed,
+            ev.TransferFinished: self._migration.finished,
+            ev.TransferFailed: self._migration.failed,
+            ev.LinkMeasured: self._view.link_measured,
+            ev.Tick: self._handle_tick,
         }
 
-    def handle(self, event: Event, now: float) -> list[Command]:
+    def handle(self, event: ev.Event, now: float) -> list[Command]:
         """Take in one event and answer with what is to be done. Never raises on the order of events; raises ValueError for a
         worker that cannot belong to this cluster."""
         if now > self._now:
@@ -149,7 +130,7 @@ class Scheduler:
         return self._migration.explain()
 
     def next_deadline(self) -> float | None:
-        """When `handle(Tick(), now)` is due at the latest; None when nothing waits for time to pass."""
+        """When `handle(ev.Tick(), now)` is due at the latest; None when nothing waits for time to pass."""
         deadline = min(
             self._reports.next_deadline(),
             self._continuations.next_deadline(),
@@ -166,7 +147,7 @@ class Scheduler:
 
     # requests
 
-    def _handle_request_arrived(self, event: RequestArrived, now: float) -> list[Command]:
+    def _handle_request_arrived(self, event: ev.RequestArrived, now: float) -> list[Command]:
         request = event.request
         if self._requests.get(request.id) is not None:
             return []
@@ -174,10 +155,10 @@ class Scheduler:
         self._requests.add(state)
         return self._enqueue(state, now) if self._late_binding else self._decide(state, now)
 
-    def _handle_request_resumed(self, event: RequestResumed, now: float) -> list[Command]:
+    def _handle_request_resumed(self, event: ev.RequestResumed, now: float) -> list[Command]:
         state = self._requests.get(event.request.id)
         if state is None:  # word came meanwhile that the attempt had finished, but not all of its output came through
-            return self._handle_request_arrived(RequestArrived(event.request), now)
+            return self._handle_request_arrived(ev.RequestArrived(event.request), now)
         if state.phase is not Phase.INTERRUPTED or event.request.attempt != state.request.attempt + 1:
             return []
         self._continuations.forget(event.request.id)
@@ -193,7 +174,7 @@ class Scheduler:
         self._continuations.forget(state.request.id)
         return self._decide(state, now)
 
-    def _handle_request_cancelled(self, event: RequestCancelled, now: float) -> list[Command]:
+    def _handle_request_cancelled(self, event: ev.RequestCancelled, now: float) -> list[Command]:
         state = self._requests.get(event.request_id)
         if state is None:
             return []
@@ -209,7 +190,8 @@ class Scheduler:
             return self._reject(state, self._assessor.nobody(state))
         if self._line.full:
             message = f"{len(self._line)} requests are waiting, as many as are allowed"
-            one_s = self._assessor.backlog_s / len(self._line) if len(self._line) else 1.0
+            waiting = len(self._line) * len(self._view.prefill)
+            one_s = self._line.work_s / waiting if waiting else 1.0
             return self._reject(state, admission.refuse(state.request, RejectReason.QUEUE_FULL, message, one_s))
         if self.config.admission != "none" and admission.objectives(state.request, self.config) != SLO():
             hopeless = self._hopeless(state, now)
@@ -260,13 +242,13 @@ class Scheduler:
 
     # progress of requests
 
-    def _handle_prefill_started(self, event: PrefillStarted, now: float) -> list[Command]:
+    def _handle_prefill_started(self, event: ev.PrefillStarted, now: float) -> list[Command]:
         state = self._requests.attempt(event.request_id, event.attempt)
         if state is not None and state.phase is Phase.PREFILL and state.prefills_on(event.worker_id):
             self._view.prefill.started(event.worker_id, event.request_id, now)
         return []
 
-    def _handle_prefill_finished(self, event: PrefillFinished, now: float) -> list[Command]:
+    def _handle_prefill_finished(self, event: ev.PrefillFinished, now: float) -> list[Command]:
         state = self._requests.attempt(event.request_id, event.attempt)
         if state is None or state.phase is not Phase.PREFILL or not state.prefills_on(event.worker_id):
             return []
@@ -294,7 +276,7 @@ class Scheduler:
         self._books.begin_handover(state, now)
         return [StartDecode(request.id, request.attempt, choice.worker)]
 
-    def _handle_handover_finished(self, event: HandoverFinished, now: float) -> list[Command]:
+    def _handle_handover_finished(self, event: ev.HandoverFinished, now: float) -> list[Command]:
         state = self._requests.attempt(event.request_id, event.attempt)
         if state is None or state.phase is Phase.DECODE:
             return []
@@ -303,13 +285,13 @@ class Scheduler:
         self._books.begin_decode(state, now)
         return []
 
-    def _handle_first_token(self, event: FirstToken, now: float) -> list[Command]:
+    def _handle_first_token(self, event: ev.FirstToken, now: float) -> list[Command]:
         state = self._requests.attempt(event.request_id, event.attempt)
         if state is not None:
             self._books.measure_decode(state, now)
         return []
 
-    def _handle_request_finished(self, event: RequestFinished, now: float) -> list[Command]:
+    def _handle_request_finished(self, event: ev.RequestFinished, now: float) -> list[Command]:
         state = self._requests.attempt(event.request_id, event.attempt)
         if state is None:
             if self._continuations.finished(event):
@@ -320,7 +302,7 @@ class Scheduler:
         self._requests.end(event.request_id, OUTCOMES[event.reason])
         return []
 
-    def _handle_request_failed(self, event: RequestFailed, now: float) -> list[Command]:
+    def _handle_request_failed(self, event: ev.RequestFailed, now: float) -> list[Command]:
         state = self._requests.attempt(event.request_id, event.attempt)
         if state is None or event.worker_id not in state.workers:
             return []
@@ -344,7 +326,7 @@ class Scheduler:
 
     # workers
 
-    def _handle_worker_joined(self, event: WorkerJoined, now: float) -> list[Command]:
+    def _handle_worker_joined(self, event: ev.WorkerJoined, now: float) -> list[Command]:
         require_fit(event.worker, self.config)
         worker = event.worker.id
         known = self._view.epochs.get(worker)
@@ -361,7 +343,7 @@ class Scheduler:
             commands += self._continue(state, now)
         return commands
 
-    def _handle_worker_lost(self, event: WorkerLost, now: float) -> list[Command]:
+    def _handle_worker_lost(self, event: ev.WorkerLost, now: float) -> list[Command]:
         if event.epoch < self._view.epochs.get(event.worker_id, event.epoch):
             return []
         return self._lose(event.worker_id, event.epoch, now)
@@ -380,7 +362,7 @@ class Scheduler:
 
     # time
 
-    def _handle_tick(self, event: Tick, now: float) -> list[Command]:
+    def _handle_tick(self, event: ev.Tick, now: float) -> list[Command]:
         told = self._reports.take_in(now) + self._reports.ask_again(now)
         return told + self._give_up(now) + self._dispatch(now) + self._migration.round(now)
 

@@ -21,6 +21,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from conductor.core.cluster_view import ClusterView
 from conductor.core.prefill_pool import PrefillPool
@@ -41,6 +42,8 @@ class Reuse:
     fetched_tokens: FloatArray
     sources: tuple[Holder, ...] = ()
     source_code: FloatArray | None = None
+    pull_tokens: FloatArray | None = None  # what the best holder has beyond each worker; None where nobody has more
+    pull_s: FloatArray | None = None  # how long bringing that takes by itself, whether or not it is brought
 
 
 @dataclass(slots=True)
@@ -48,8 +51,9 @@ class PrefillTerms:
     """The parts that an estimate of one request is made of. Arrays have one entry a prefill worker.
 
     Somebody has reported `best_tokens` leading tokens of the prompt, nobody more; `local_tokens` lie, or are about to, in a
-    worker's own device pool. Only `now` and `queue_s` change while nothing but time passes. None of the arrays may be written
-    to: they are shared with the pool, with decisions and their records.
+    worker's own device pool. `believed` is how many blocks each index slot has, by reports and as far as these are trusted.
+    Only `now` and `queue_s` change while nothing but time passes. None of the arrays may be written to: they are shared with
+    the pool, with decisions and their records.
     """
 
     view: ClusterView
@@ -59,6 +63,7 @@ class PrefillTerms:
     local_tokens: FloatArray
     best_tokens: float
     match: PrefixMatch
+    believed: npt.NDArray[np.int32]
     block_tokens: int
     cheapest: Reuse | None = None  # once somebody has asked for it
     _best: tuple[Holder, float] | None = None
@@ -74,7 +79,7 @@ class PrefillTerms:
 
     def _source(self) -> tuple[Holder, float]:
         if self._best is None:
-            self._best = _best_holder(self.match, int(self.best_tokens) // self.block_tokens, self.view)
+            self._best = _best_holder(self.believed, int(self.best_tokens) // self.block_tokens, self.view)
         return self._best
 
     def claimed_tokens(self, row: int) -> int:
@@ -109,9 +114,13 @@ class PrefillTerms:
     def transfer_s(self, tokens: FloatArray) -> FloatArray:
         """The same where there is something to bring, and anything where there is not."""
         pool = self.pool
+        source, bytes_per_s = self._source() if self.best_tokens else (None, math.inf)
+        links = None if source is None else self.view.links.outbound(source.owner)
         seconds: FloatArray = tokens * pool.kv_bytes_per_token
-        seconds /= np.minimum(pool.inbound_bytes_per_s(), self._source()[1] if self.best_tokens else math.inf)
-        seconds += pool.latency_s
+        seconds /= np.minimum(
+            pool.inbound_bytes_per_s() if links is None else pool.inbound_over(links.bytes_per_s), bytes_per_s
+        )
+        seconds += pool.latency_s if links is None else links.latency_s
         return seconds
 
     def handover_s(self) -> FloatArray | None:
@@ -155,7 +164,11 @@ def prefill_terms(request: Request, match: PrefixMatch, view: ClusterView, block
         local *= pool.trust
         np.floor(local, out=local)
     local *= float(block_tokens)
-    best_blocks = min(int(match.confirmed.item(match.confirmed.argmax())), most_blocks)
+    believed = match.confirmed
+    if pool.distrusted:
+        believed = np.minimum(match.confirmed, most_blocks)
+        believed[pool.slot] = np.floor(believed[pool.slot] * pool.trust)
+    best_blocks = min(believed.item(believed.argmax()), most_blocks)
     return PrefillTerms(
         view=view,
         now=now,
@@ -164,13 +177,14 @@ def prefill_terms(request: Request, match: PrefixMatch, view: ClusterView, block
         local_tokens=local,
         best_tokens=float(best_blocks * block_tokens),
         match=match,
+        believed=believed,
         block_tokens=block_tokens,
     )
 
 
-def _best_holder(match: PrefixMatch, blocks: int, view: ClusterView) -> tuple[Holder, float]:
+def _best_holder(believed: npt.NDArray[np.int32], blocks: int, view: ClusterView) -> tuple[Holder, float]:
     """Of those that have reported the most, the one whose outgoing link is the least shared; ties go to the lower slot."""
-    slots = (match.confirmed >= blocks).nonzero()[0].tolist()
+    slots = (believed >= blocks).nonzero()[0].tolist()
     holders = [view.holder_of_slot[slot] for slot in slots]
     speeds = [view.outbound_bytes_per_s(holder) for holder in holders]
     fastest = max(speeds)

@@ -123,14 +123,15 @@ class WorkerLoad:
     decode_batch: int = 0
     decode_context_tokens: int = 0
     free_blocks: int = 0
+    transport_fallbacks: int = 0  # times that another transport took the place of one that failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierReport:
-    """How one tier off the device is doing, as a worker sees it: news for people, and no ground for a decision.
+    """How one tier off the device is doing, as a worker sees it: news for people, but for the speed at which it is read.
 
-    Counts are blocks. `dropped` found the way to the tier full or blocked, `waiting` are yet to be written. `failure` says why
-    the tier takes nothing more, or is not there at all.
+    Counts are blocks. `read_bytes_per_s` is what the worker's restores have lately come to. `dropped` found the way to the tier
+    full or blocked, `waiting` are yet to be written. `failure` says why the tier takes nothing more, or is not there at all.
     """
 
     tier: Tier
@@ -145,6 +146,7 @@ class TierReport:
     pinned: int = 0
     dropped: int = 0
     waiting: int = 0
+    read_bytes_per_s: float | None = None
     failure: str | None = None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import socket
 from collections.abc import AsyncIterator, Coroutine, Iterator
@@ -172,8 +173,17 @@ def make_server(app: FastAPI, *, admin: socket.socket | None = None, own_signals
     return Server(config, service, admin=admin, certificates=tls, own_signals=own_signals)
 
 
+def spare_the_collector() -> None:
+    """For a process that is about to serve and does nothing else: what is there by now stays, and looking through it again and
+    again would pause every stream."""
+    gc.collect()
+    gc.freeze()
+
+
 def run(app: FastAPI) -> None:
     """Serve until a signal; raises `BindError` and `TlsError` before anything is started."""
     settings: GatewaySettings = app.state.service.settings
     with bind(settings.host, settings.port) as listener:
-        make_server(app, admin=bind_admin(settings)).run(sockets=[listener])
+        server = make_server(app, admin=bind_admin(settings))
+        spare_the_collector()
+        server.run(sockets=[listener])

@@ -210,11 +210,23 @@ class Run:
         return {name: count - self.before["ended"][name] for name, count in self.after["ended"].items()}
 
 
-async def run(process: Process, requests: int, *, warm_up: int, connections: int, kills: list[str], kill_every_s: float) -> Run:
-    """Drive a load after a warm-up, during which what grows to its bound may grow."""
+async def run(
+    process: Process,
+    requests: int,
+    *,
+    warm_up: int,
+    connections: int,
+    kills: list[str],
+    kill_every_s: float,
+    rest_s: float = 0.0,
+) -> Run:
+    """Drive a load after a warm-up, in which what grows to its bound may grow. Before memory is looked at, `rest_s` lets what
+    is remembered for a while be forgotten."""
     await drive(process.port, plans(warm_up, seed=1), connections)
+    await asyncio.sleep(rest_s)
     before = await settled(process)
     killing = asyncio.create_task(kill_in_turn(process, kills, kill_every_s))
     verdicts = await drive(process.port, plans(requests, seed=2), connections)
     killed = await killing
+    await asyncio.sleep(rest_s)
     return Run(requests, verdicts, killed, before, await settled(process))

@@ -7,7 +7,6 @@ are read with the page cache emptied of their files. Write-behind is timed as th
 from __future__ import annotations
 
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -37,7 +36,7 @@ from workers.sequence import Prompt
 PROMPT_TOKENS = 2048
 ROOT_HASH = 7
 WRITTEN_TOKENS, WRITTEN_CHUNK = 1024, 256  # so that writing overlaps most of the computing
-ROUNDS = 7
+ROUNDS, MEMORY_ROUNDS = 7, 25
 NODE = "bench"
 
 
@@ -97,11 +96,6 @@ def prefill(
     return seconds
 
 
-def memcpy_s(nbytes: int) -> float:
-    source, target = np.ones(nbytes, dtype=np.uint8), np.zeros(nbytes, dtype=np.uint8)
-    return statistics.median(timed(lambda: np.copyto(target, source)) for _ in range(ROUNDS))
-
-
 def timed(call: Callable[[], object]) -> float:
     began_s = time.perf_counter()
     call()
@@ -109,7 +103,7 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def restore_s(tier: KVTier, names: Sequence[BlockHash], cold: Path | None) -> float:
-    """Median seconds until a prefix is in the device pool; with `cold`, its files are dropped from the page cache first."""
+    """Least seconds until a prefix is in the device pool; with `cold`, its files are dropped from the page cache first."""
     cache, seconds = engine().cache, []
     for _ in range(ROUNDS):
         cache.evict_idle()
@@ -118,7 +112,7 @@ def restore_s(tier: KVTier, names: Sequence[BlockHash], cold: Path | None) -> fl
                 Files().sync(path)
                 Files().forget_pages(path)
         seconds.append(timed(lambda: restored(tier, names)))
-    return statistics.median(seconds)
+    return min(seconds)
 
 
 def restored(tier: KVTier, names: Sequence[BlockHash]) -> None:
@@ -127,14 +121,19 @@ def restored(tier: KVTier, names: Sequence[BlockHash]) -> None:
         raise RuntimeError(f"{blocks} of {len(names)} blocks came from the {tier.tier.name.lower()} tier")
 
 
-def mapped_s(tier: KVTier, names: Sequence[BlockHash]) -> float:
-    """Median seconds to map and verify a prefix where it lies."""
+def copied_and_mapped_s(tier: KVTier, names: Sequence[BlockHash]) -> tuple[float, float]:
+    """Seconds to copy as many bytes as a prefix has, and to map and verify it where it lies: by turns, each at its least
+    disturbed."""
+    nbytes = len(names) * tier.format.block_bytes
+    source, target = np.ones(nbytes, dtype=np.uint8), np.zeros(nbytes, dtype=np.uint8)
 
     def read() -> None:
         with tier.read(names) as rows:
             assert len(rows) == len(names)
 
-    return statistics.median(timed(read) for _ in range(ROUNDS))
+    turns = [(timed(lambda: np.copyto(target, source)), timed(read)) for _ in range(MEMORY_ROUNDS)]
+    copied, mapped = zip(*turns, strict=True)
+    return min(copied), min(mapped)
 
 
 def write_behind_costs(opened: OpenedTiers, rounds: int = 6) -> tuple[float, float]:
@@ -183,7 +182,7 @@ def figures(opened: OpenedTiers, root: Path) -> list[Figure]:
     names = names_of(PROMPT_TOKENS)
     nbytes = len(names) * block_format().block_bytes
     tiers = {tier.tier: tier for tier in opened.tiers}
-    copy_s, map_s = memcpy_s(nbytes), mapped_s(tiers[Tier.HOST], names)
+    copy_s, map_s = copied_and_mapped_s(tiers[Tier.HOST], names)
     host_s = restore_s(tiers[Tier.HOST], names, None)
     disk_s = restore_s(tiers[Tier.DISK], names, root / "disk")
     shared_s = restore_s(tiers[Tier.SHARED], names, root / "shared")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from conductor.gateway import GatewaySettings, ServedModel, create_app
-from conductor.gateway.server import bind, make_server
+from conductor.gateway.server import bind, make_server, spare_the_collector
 from tests.bench.null_engine import NullEngine
 from tests.doubles.byte_tokenizer import ByteTokenizer
 
@@ -17,7 +17,9 @@ def main() -> None:
     served = ServedModel(("null",), CONTEXT, ByteTokenizer(), lambda tokens, tenant: ())
     listener = bind("127.0.0.1", 0)
     print(listener.getsockname()[1], flush=True)
-    make_server(create_app(engine, served, GatewaySettings())).run(sockets=[listener])
+    server = make_server(create_app(engine, served, GatewaySettings()))
+    spare_the_collector()
+    server.run(sockets=[listener])
 
 
 if __name__ == "__main__":

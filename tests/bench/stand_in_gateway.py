@@ -8,15 +8,18 @@ flight, how requests have ended, and how much memory the process holds.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import json
 import logging
 import sys
+import time
 from typing import Any
 
 import psutil
 
 from conductor.core.config import QueueConfig, SchedulerConfig
+from conductor.core.events import Tick
 from conductor.core.scheduler import Scheduler
 from conductor.core.types import Role
 from conductor.gateway import GatewaySettings, ServedModel, create_app
@@ -72,8 +75,10 @@ class Deployment:
         return {"killed": name, "running": running}
 
     def sums(self) -> dict[str, Any]:
+        self.scheduler.handle(Tick(), time.monotonic())  # forgets what has expired
         self.scheduler.check()
         gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what is free in the allocator is not held
         service = self.server.service
         held = {
             "gateway": service.in_flight,

@@ -29,6 +29,7 @@ MANIFESTS = sorted(DEPLOY.glob("kuberay-*.yaml"))
 KUBERNETES = "1.34"
 
 TEXTS = {"type": "object", "additionalProperties": {"type": "string"}}
+START_PARAMS = TEXTS | {"propertyNames": {"not": {"const": "labels"}}}  # the operator wants them beside, not here
 COUNT = {"type": "integer", "minimum": 0}
 
 
@@ -44,14 +45,16 @@ WORKER_GROUP = strict(
     maxReplicas=COUNT,
     numOfHosts=COUNT,
     idleTimeoutSeconds=COUNT,
-    rayStartParams=TEXTS,
+    labels=TEXTS,
+    rayStartParams=START_PARAMS,
     template={"type": "object"},
 )
 HEAD_GROUP = strict(
     ["rayStartParams", "template"],
     serviceType={"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
     enableIngress={"type": "boolean"},
-    rayStartParams=TEXTS,
+    labels=TEXTS,
+    rayStartParams=START_PARAMS,
     template={"type": "object"},
 )
 RAY_CLUSTER = strict(
@@ -88,6 +91,12 @@ def documents(path: Path) -> list[dict[str, Any]]:
 def pod_templates(job: dict[str, Any]) -> list[dict[str, Any]]:
     cluster = job["spec"]["rayClusterSpec"]
     return [cluster["headGroupSpec"]["template"], *(group["template"] for group in cluster["workerGroupSpecs"])]
+
+
+def pair(labels: dict[str, str]) -> str:
+    """One label as the configuration writes it."""
+    ((name, value),) = labels.items()
+    return f"{name}={value}"
 
 
 def serving() -> tuple[Config, dict[str, Any], list[dict[str, Any]]]:
@@ -131,13 +140,13 @@ def test_the_configuration_inside_is_valid_and_matches_what_is_around_it() -> No
     """Every label that a worker asks for is carried by a group with enough pods; ports and mounted files exist."""
     config, job, services = serving()
     cluster = job["spec"]["rayClusterSpec"]
-    groups = {group["rayStartParams"]["labels"]: group for group in cluster["workerGroupSpecs"]}
+    groups = {pair(group["labels"]): group for group in cluster["workerGroupSpecs"]}
     for labels, count in (
         (config.workers.prefill_labels, config.workers.prefill),
         (config.workers.decode_labels, config.workers.decode),
     ):
         assert groups[labels[0]]["replicas"] >= count
-    assert [cluster["headGroupSpec"]["rayStartParams"]["labels"]] == list(config.cluster.conductor_labels)
+    assert (pair(cluster["headGroupSpec"]["labels"]),) == config.cluster.conductor_labels
     (head,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
     ports = {port["name"]: port["containerPort"] for port in head["ports"]}
     assert (ports["gateway"], ports["admin"]) == (config.gateway.port, config.gateway.admin_port)

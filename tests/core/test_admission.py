@@ -188,3 +188,17 @@ def test_calibration_ends_when_nothing_is_observed() -> None:
     late_s = driven.now + 1000.0
     commands = driven.settle(arrived("r1", slo=STRICT), at=late_s)
     assert [StartPrefill] == [type(command) for command in commands]
+
+
+def test_early_counts_of_the_central_line_what_comes_first_alone() -> None:
+    """Long prompts wait. A short one passes them, so they are no load for it; another long one would wait for all of them."""
+    config = SchedulerConfig(policy="conductor", admission="early")
+    driven = drive(config, cluster(prefill=1, decode=1))
+    for number in range(EVIDENCE):
+        driven.prefilled(driven.place(request(f"r{900 + number}")), 0.074)
+    driven.settle(*(arrived(f"r{number}", tokens=64_000) for number in range(10, 14)))
+    slo = SLO(ttft_s=15.0)
+    assert driven(arrived("r20", tokens=640, slo=slo)) == []
+    refused = refusal(driven(arrived("r21", tokens=64_000, slo=slo)))
+    assert refused.reason is RejectReason.OVERLOAD
+    assert refused.predicted_s == pytest.approx(4 * 6.41 + 0.074, rel=0.01)

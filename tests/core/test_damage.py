@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeAlias
 
+import numpy as np
 import pytest
 
 from conductor.core.cluster_view import Flow
@@ -93,6 +94,26 @@ def shuffle_rows(scheduler: Scheduler) -> None:
     pool.ids = pool.ids[::-1]
 
 
+def owe_a_snapshot(scheduler: Scheduler) -> None:
+    scheduler._reports._asked["p0"] = None
+
+
+def take_in_nothing(scheduler: Scheduler) -> None:
+    scheduler._reports._intakes["p0"] = None
+
+
+def give_up_a_stranger(scheduler: Scheduler) -> None:
+    scheduler._line._untakeable_since_s["r9"] = 0.0
+
+
+def keep_an_old_queue(scheduler: Scheduler) -> None:
+    scheduler._view.prefill._queue_s = (0.0, np.full(2, 7.0))
+
+
+def keep_an_old_step(scheduler: Scheduler) -> None:
+    scheduler._view.decode._joined_step_s = (640, np.full(2, 7.0))
+
+
 def shorten_column(scheduler: Scheduler) -> None:
     scheduler._view.prefill.trust = scheduler._view.prefill.trust[:1]
 
@@ -115,6 +136,12 @@ def shorten_column(scheduler: Scheduler) -> None:
         (shuffle_rows, "do not match the known workers"),
         (shorten_column, "column trust has 1 rows for 2 workers"),
         (cells("prefill", "jobs", 7), "7 jobs counted"),
+        (owe_a_snapshot, "snapshots are owed by"),
+        (take_in_nothing, "are taken in, those of"),
+        (give_up_a_stranger, "are given up at"),
+        (keep_an_old_queue, "queues, churn and bandwidths"),
+        (keep_an_old_step, "are kept, but"),
+        (cells("decode", "promised_batch", 7.0), "requests are promised"),
         (cells("prefill", "pending_s", -1.0), "s pending for"),
         (cells("prefill", "flows_in", -1.0), "negative number of transfers"),
         (cells("decode", "reserved_blocks", 3.0), "I9: d0 counts"),

@@ -12,6 +12,7 @@ import pytest
 from conductor.core.commands import Cancel, Command, Reject, ResumeRequest, StartDecode
 from conductor.core.config import QueueConfig, SchedulerConfig
 from conductor.core.events import (
+    Event,
     FirstToken,
     HandoverFinished,
     PrefillFinished,
@@ -31,6 +32,7 @@ from conductor.core.policies import POLICIES, policy_named
 from conductor.core.prefix_index import PrefixIndex
 from conductor.core.scheduler import Scheduler
 from conductor.core.types import SLO, FinishReason, Holder, RejectReason, Role, Tier
+from conductor.core.worker_table import MAX_MODELS
 from tests.core.builders import BLOCK_TOKENS, PROFILE, Drive, blocks, cluster, drive, placements, request, worker
 
 AT_ONCE = SchedulerConfig(policy="conductor", late_binding=False)
@@ -183,11 +185,12 @@ def test_the_decode_worker_is_chosen_when_the_prompt_is_computed() -> None:
     assert driven.prefilled(placed, 0.07) == [StartDecode("r1", 1, "d0")]
 
 
-def test_a_prompt_that_finds_no_decode_worker_is_interrupted() -> None:
+@pytest.mark.parametrize("news", [WorkerDraining("d0"), WorkerLost("d0", 1)])
+def test_a_prompt_that_finds_no_decode_worker_is_interrupted(news: Event) -> None:
     """Its prefill worker is told to let go, and the continuation waits."""
     driven = drive(OPEN, cluster(1, 1))
     placed = driven.place(request("r1"))
-    driven(WorkerDraining("d0"))
+    driven(news)
     assert driven.prefilled(placed, 0.07) == [Cancel("r1", 1, ("p0",)), ResumeRequest("r1", 1)]
 
 
@@ -379,3 +382,30 @@ def test_time_before_the_first_event_does_not_exist() -> None:
     assert scheduler.next_deadline() is None
     assert scheduler.handle(Tick(), -math.inf) == []
     scheduler.check()
+
+
+def test_a_prompt_that_only_the_largest_worker_holds_is_not_too_long() -> None:
+    """It is refused when it exceeds the largest of a pool, not the least."""
+    small = {Tier.DEVICE: 5}
+    joins = [*cluster(1, 1), WorkerJoined(worker("p1", Role.PREFILL, capacity_blocks=small), 1)]
+    assert placements(drive(joins=joins).settle(RequestArrived(request("r1"))))
+
+
+def test_any_number_of_models_may_be_asked_for() -> None:
+    """Whom each is served by is right for all of them, however many are kept at hand."""
+    driven = drive(joins=cluster(2, 1, model="m"))
+    pool = driven.scheduler._view.prefill
+    for number in range(2 * MAX_MODELS):
+        assert pool.serving(f"model-{number}").tolist() == [False, False]
+        assert pool.serving("m").tolist() == [True, True]
+    assert len(pool._serving) <= MAX_MODELS
+
+
+def test_claims_on_a_node_s_memory_outlive_one_of_its_two_workers() -> None:
+    """As long as the other reports it too; what only the lost one had is gone."""
+    driven = drive(joins=[WorkerJoined(worker(name, Role.PREFILL, node="n1"), 1) for name in ("p0", "p1")])
+    for name in ("p0", "p1"):
+        driven.store(name, blocks(4), Tier.HOST)
+        driven.store(name, blocks(4))
+    driven(WorkerLost("p0", 1))
+    assert driven.scheduler._index.holders(blocks(4)[3]) == (Holder("p1", Tier.DEVICE), Holder("n1", Tier.HOST))

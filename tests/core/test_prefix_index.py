@@ -369,3 +369,16 @@ def test_check_notices_damage(damage: str) -> None:
         index._blocks.add([77], 1 << 30, 0)
     with pytest.raises(InvariantError):
         index.check()
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_doubt_is_cleared_by_trust_unless_closure_was_never_promised(closed: bool) -> None:
+    """A hole in a chain is then jumped over by bisection, and never where every block is looked at."""
+    index = PrefixIndex()
+    index.add(HOLDERS[0], closed=closed)
+    index.store(HOLDERS[0], None, CHAINS[0])
+    index.doubt(HOLDERS[0])
+    index.remove(HOLDERS[0], CHAINS[0][1:2])
+    assert index.match(CHAINS[0]).confirmed.max() == 1
+    index.trust(HOLDERS[0])
+    assert index.match(CHAINS[0]).confirmed.max() == (len(CHAINS[0]) if closed else 1)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from conductor.core.config import SchedulerConfig
-from conductor.core.events import WorkerLost
-from conductor.core.types import Holder, ReusePlan, Tier
+from conductor.core.events import LoadReported, RequestCancelled, WorkerLost
+from conductor.core.types import Holder, ReusePlan, Tier, TierReport, WorkerLoad
 from tests.core.builders import PROFILE, Drive, blocks, cluster, drive, request
 
 TIERS = {tier: 10_000 for tier in Tier}
@@ -80,6 +81,29 @@ def test_a_node_that_is_gone_is_not_read() -> None:
     driven(WorkerLost("p0", 1))
     source = driven.place(request(shared=10)).reuse.source
     assert source != Holder("node-p0", Tier.HOST)
+
+
+def test_a_tier_is_as_fast_as_its_restores_have_been() -> None:
+    """A disk that was fast when it was opened turns out slow: the prompt is computed; it recovers: it is read again."""
+    driven = tiered(disk=1e10)
+    driven.store("p0", blocks(10, shared=10), Tier.DISK)
+    for number, (speed, source) in enumerate([(1e8, None), (1e10, Holder("node-p0", Tier.DISK))]):
+        report = TierReport(tier=Tier.DISK, read_bytes_per_s=speed)
+        driven(LoadReported("p0", 1, WorkerLoad(), (report,)))
+        placed = driven.place(request(f"r{number}", shared=10))
+        assert placed.reuse.source == source
+        driven(RequestCancelled(placed.request_id))
+        driven.scheduler._index.expire(math.inf)
+
+
+def test_speeds_that_say_nothing_about_a_restore_change_nothing() -> None:
+    """A tier that was never read, a device pool's, and a decode worker's, which restores nothing."""
+    driven = tiered(disk=1e10)
+    driven.store("p0", blocks(10, shared=10), Tier.DISK)
+    slow = TierReport(tier=Tier.DISK, read_bytes_per_s=1e8)
+    driven(LoadReported("p0", 1, WorkerLoad(), (TierReport(tier=Tier.DISK), replace(slow, tier=Tier.DEVICE))))
+    driven(LoadReported("d0", 1, WorkerLoad(), (slow,)))
+    assert driven.place(request(shared=10)).reuse.source == Holder("node-p0", Tier.DISK)
 
 
 def test_what_others_report_on_as_well_outlives_a_worker() -> None:

@@ -6,6 +6,7 @@ before the event, has to answer the same (I6, I7).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,8 +15,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from conductor.core.commands import Cancel, Command, RequestSnapshot, StartPrefill
-from conductor.core.config import ADMISSIONS, CalibrationConfig, QueueConfig, SchedulerConfig
+from conductor.core.commands import Cancel, Command, RequestSnapshot, StartPrefill, TransferBlocks
+from conductor.core.config import ADMISSIONS, CalibrationConfig, MigrationConfig, QueueConfig, SchedulerConfig
 from conductor.core.events import (
     Event,
     FirstToken,
@@ -61,16 +62,26 @@ SPECS = {
         id=name,
         role=role,
         node=f"n-{name}",
-        profile=replace(PROFILE, chunk_tokens=256 if name == "p2" else None, layer_groups=4 if name == "p1" else 1),
+        profile=replace(
+            PROFILE,
+            chunk_tokens=256 if name == "p2" else None,
+            packs_prompts=name in ("c0", "p2"),
+            layer_groups=4 if name == "p1" else 1,
+            first_token_after_handover=name == "p1",
+        ),
         capacity_blocks={Tier.DEVICE: 40, Tier.HOST: 100},
         nic_bytes_per_s=None if name == "p2" else 1e10,
         max_batch=4,
-        model="m" if name == "p2" else "",
+        model={"p1": "other", "p2": "m"}.get(name, ""),
+        rack=f"rack-{name[1]}",
     )
     for name, role in ROLES.items()
 }
 EXPENSIVE_REASONS = (RejectReason.TTFT_SLO, RejectReason.TBT_SLO, RejectReason.OVERLOAD)
 MAX_STEPS_TO_THE_END = 400
+ORPHAN_WAIT_S = 20.0
+RESUME_TIMEOUT_S = 5.0
+MAX_REPLICAS = 2
 
 names = st.sampled_from(sorted(ROLES))
 tiers = st.sampled_from((Tier.DEVICE, Tier.DEVICE, Tier.HOST))
@@ -94,6 +105,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests: dict[str, Request] = {}
         self.stash: list[CacheReport | WorkerJoined | WorkerLost] = []
         self.observed = 0
+        self.copies: dict[str, TransferBlocks] = {}
 
     @initialize(
         policy=st.sampled_from(sorted(POLICIES)),
@@ -103,6 +115,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         burst_window_s=st.sampled_from((0.0, 0.2)),
         ttft_s=st.sampled_from((None, 0.02, 1.0)),
         piece_blocks=st.sampled_from((3, 8192)),
+        budget_bytes_per_s=st.sampled_from((0.0, 1e12, 1e12)),
+        pack_backlog=st.sampled_from((0.0, 1.0)),
+        everybody_leaves=st.booleans(),
+        there=st.sampled_from((("p0", "d0"), ("c0", "d0", "d1", "p0", "p1", "p2"))),
     )
     def configure(
         self,
@@ -113,8 +129,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         burst_window_s: float,
         ttft_s: float | None,
         piece_blocks: int,
+        budget_bytes_per_s: float,
+        pack_backlog: float,
+        everybody_leaves: bool,
+        there: tuple[WorkerId, ...],
     ) -> None:
-        queue = QueueConfig(max_requests=max_requests, burst_window_s=burst_window_s, max_wait_s=2.0, look_ahead=3)
+        self.everybody_leaves = everybody_leaves
+        queue = QueueConfig(
+            max_requests=max_requests,
+            burst_window_s=burst_window_s,
+            max_wait_s=2.0,
+            look_ahead=3,
+            pack_backlog=pack_backlog,
+            orphan_wait_s=ORPHAN_WAIT_S,
+        )
         config = SchedulerConfig(
             block_tokens=BLOCK_TOKENS,
             policy=policy,
@@ -123,14 +151,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             slo=SLO(ttft_s, 0.05 if ttft_s else None),
             max_attempts=3,
             snapshot_piece_blocks=piece_blocks,
-            resume_timeout_s=5.0,
+            resume_timeout_s=RESUME_TIMEOUT_S,
             queue=queue,
+            migration=MigrationConfig(budget_bytes_per_s, min_heat=0.5, max_replicas=MAX_REPLICAS),
             calibration=CalibrationConfig(min_observations=2),
         )
         self.index = PrefixIndex()
         self.scheduler = Scheduler(config, index=self.index)
         self.twin = Scheduler(config)
-        for name in ("p0", "d0"):
+        for name in there:
             self.join(name)
 
     # how events reach the scheduler
@@ -151,7 +180,21 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.ledger.obey(command, self.joined, self.joined.keys() - self.draining)
             if isinstance(command, StartPrefill):
                 self.hold_placement(command)
+            if isinstance(command, TransferBlocks):
+                self.hold_copy(command)
         return commands
+
+    def hold_copy(self, command: TransferBlocks) -> None:
+        source, target = command.source.owner, command.target.owner
+        assert {source, target} <= self.joined.keys()
+        assert target not in self.draining
+        assert source != target
+        assert not any({source, target} & {copy.source.owner, copy.target.owner} for copy in self.copies.values()), (
+            "a busy link"
+        )
+        assert all(command.source in self.index.holders(block) for block in command.blocks), "I13: reported blocks are copied"
+        assert command.target not in self.index.holders(command.blocks[-1])
+        self.copies[command.transfer_id] = command
 
     def hold_placement(self, command: StartPrefill) -> None:
         placed, request = command.placement, self.requests[command.placement.request_id]
@@ -192,25 +235,36 @@ class SchedulerMachine(RuleBasedStateMachine):
         if event.epoch > self.joined.get(name, 0):
             if name in self.joined:
                 self.reported.ends(name, self.joined[name])
+                self.forget_copies(name)
             if self.reported.begins(name, event.epoch):
                 self.joined[name] = event.epoch
                 self.draining.discard(name)
         return self.tell(event)
 
-    @rule(name=names, how=deliveries)
-    def a_worker_starts_again(self, name: WorkerId, how: str) -> None:
-        worker = self.workers[name]
-        if worker.epoch:
-            self.stash.append(WorkerLost(name, worker.epoch))
-        if how == "later":
-            worker.restart()
-            self.stash.append(WorkerJoined(SPECS[name], worker.epoch))
-        else:
-            self.join(name)
+    def forget_copies(self, name: WorkerId) -> None:
+        """Nothing more will be heard of copies from or to a worker whose life is over."""
+        gone = [one for one, copy in self.copies.items() if name in (copy.source.owner, copy.target.owner)]
+        for transfer_id in gone:
+            del self.copies[transfer_id]
 
-    @rule(name=names, epochs_ago=st.sampled_from((0, 0, 0, 1)))
-    def a_worker_is_lost(self, name: WorkerId, epochs_ago: int) -> None:
-        self.deliver_lost(WorkerLost(name, max(self.workers[name].epoch - epochs_ago, 0)))
+    @rule(
+        name=names, change=st.sampled_from(("starts", "starts", "starts late", "is lost", "is lost in a former life", "drains"))
+    )
+    def a_worker_comes_or_goes(self, name: WorkerId, change: str) -> None:
+        worker = self.workers[name]
+        if change == "drains":
+            self.draining |= {name} & self.joined.keys()
+            self.tell(WorkerDraining(name))
+        elif change.startswith("is lost"):
+            self.deliver_lost(WorkerLost(name, max(worker.epoch - (change != "is lost"), 0)))
+        else:
+            if worker.epoch:
+                self.stash.append(WorkerLost(name, worker.epoch))
+            if change == "starts":
+                self.join(name)
+            else:
+                worker.restart()
+                self.stash.append(WorkerJoined(SPECS[name], worker.epoch))
 
     def deliver_lost(self, event: WorkerLost) -> None:
         name = event.worker_id
@@ -218,13 +272,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.joined.pop(name, None)
             self.draining.discard(name)
             self.reported.ends(name, event.epoch)
+            self.forget_copies(name)
         self.tell(event)
-
-    @rule(name=names)
-    def a_worker_drains(self, name: WorkerId) -> None:
-        if name in self.joined:
-            self.draining.add(name)
-        self.tell(WorkerDraining(name))
 
     @rule(name=names, remaining_s=st.sampled_from((0.0, 0.5)), tokens=st.sampled_from((0, 3000)), batch=st.integers(0, 3))
     def a_worker_reports_its_load(self, name: WorkerId, remaining_s: float, tokens: int, batch: int) -> None:
@@ -233,21 +282,24 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # caches
 
-    @rule(name=names, tier=tiers, family=st.integers(0, FAMILIES - 1), count=st.integers(1, DEPTH), how=deliveries)
-    def blocks_are_stored(self, name: WorkerId, tier: Tier, family: int, count: int, how: str) -> None:
-        self.report(self.workers[name].store(tier, chain(family, count)), how)
-
-    @rule(name=names, tier=tiers, block=st.sampled_from(ALL_BLOCKS), how=deliveries)
-    def blocks_are_evicted(self, name: WorkerId, tier: Tier, block: int, how: str) -> None:
-        self.report(self.workers[name].evict(tier, block), how)
-
-    @rule(name=names, tier=tiers, how=deliveries)
-    def a_cache_is_cleared(self, name: WorkerId, tier: Tier, how: str) -> None:
-        self.report(self.workers[name].clear(tier), how)
-
-    @rule(name=names, how=deliveries)
-    def a_snapshot_comes(self, name: WorkerId, how: str) -> None:
-        self.report(self.workers[name].snapshot(), how)
+    @rule(
+        name=names,
+        tier=tiers,
+        change=st.sampled_from(("stored", "stored", "evicted", "cleared", "told")),
+        family=st.integers(0, FAMILIES - 1),
+        depth=st.integers(1, DEPTH),
+        how=deliveries,
+    )
+    def a_cache_changes(self, name: WorkerId, tier: Tier, change: str, family: int, depth: int, how: str) -> None:
+        worker = self.workers[name]
+        if change == "stored":
+            self.report(worker.store(tier, chain(family, depth)), how)
+        elif change == "evicted":
+            self.report(worker.evict(tier, chain(family)[depth - 1]), how)
+        elif change == "cleared":
+            self.report(worker.clear(tier), how)
+        else:
+            self.report(worker.snapshot(), how)
 
     @precondition(lambda self: self.stash)
     @rule(number=numbers)
@@ -283,14 +335,33 @@ class SchedulerMachine(RuleBasedStateMachine):
         for tier in (Tier.DEVICE, Tier.HOST):
             assert self.claimed(name, tier) == worker.caches.get(tier, set())
 
+    @precondition(lambda self: self.copies)
+    @rule(number=numbers, fails=st.booleans())
+    def a_copy_ends(self, number: int, fails: bool) -> None:
+        """Its blocks are reported by the target if it succeeds. It may be told twice."""
+        copy = self.copies.pop(pick(sorted(self.copies), number))
+        name = copy.target.owner
+        if not fails and name in self.joined:
+            self.report(self.workers[name].store(Tier.DEVICE, copy.blocks), "at once")
+        end = TransferFailed(copy.transfer_id, "link down") if fails else TransferFinished(copy.transfer_id, 5, 0.1)
+        for _ in range(1 + number % 2):
+            self.tell(end)
+
     # requests
+
+    @rule(first=st.integers(0, 8), requests=st.integers(2, 5), family=st.integers(0, FAMILIES - 1), count=st.integers(2, DEPTH))
+    def a_burst_arrives(self, first: int, requests: int, family: int, count: int) -> None:
+        """Several requests of one conversation at one moment, and a turn for the line."""
+        for number in range(first, first + requests):
+            self.a_request_arrives(number, family, count, 1, "", Priority.NORMAL)
+        self.tell(Tick())
 
     @rule(
         number=st.integers(0, 12),
         family=st.integers(0, FAMILIES - 1),
         count=st.integers(0, DEPTH),
         tail=st.sampled_from((0, 1, 63)),
-        model=st.sampled_from(("", "", "m")),
+        model=st.sampled_from(("", "", "m", "other", "unknown")),
         priority=st.sampled_from(Priority),
     )
     def a_request_arrives(self, number: int, family: int, count: int, tail: int, model: str, priority: Priority) -> None:
@@ -303,20 +374,45 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.tell(RequestArrived(request))
 
     @precondition(lambda self: self.running())
-    @rule(number=numbers, compute_s=st.sampled_from((0.01, 0.05, 0.06, 1.0)), warmup=st.booleans())
-    def a_request_gets_on(self, number: int, compute_s: float, warmup: bool) -> None:
-        """The whole way of one request's attempt, as far as the draw goes."""
+    @rule(
+        number=numbers,
+        compute_s=st.sampled_from((0.01, 0.05, 0.06, 1.0)),
+        warmup=st.booleans(),
+        kept=st.sampled_from((1.0, 1.0, 0.0)),
+    )
+    def a_request_gets_on(self, number: int, compute_s: float, warmup: bool, kept: float) -> None:
+        """The whole way of one request's attempt, as far as the draw goes. Not every claim about a cache proves true."""
         placed = self.ledger.live[pick(self.running(), number)].placement
         assert placed is not None
-        steps = list(self.progress(placed.request_id, compute_s, warmup))[: 1 + number % 5]
+        steps = list(self.progress(placed.request_id, compute_s, warmup, kept))[: 1 + number % 5]
         for event in steps:
             self.advance(event)
 
-    def progress(self, name: str, compute_s: float, warmup: bool = False) -> Iterator[Event]:
+    @precondition(lambda self: self.running())
+    @rule(compute_s=st.sampled_from((0.05, 0.06)), kept=st.sampled_from((1.0, 1.0, 0.0)))
+    def all_prompts_are_computed(self, compute_s: float, kept: float) -> None:
+        """Whatever has been placed gets as far as its first token."""
+        for name in self.running():
+            for event in list(self.progress(name, compute_s, kept=kept))[:4]:
+                self.advance(event)
+
+    @precondition(lambda self: self.running())
+    @rule(number=numbers)
+    def a_worker_fails_a_request(self, number: int) -> None:
+        """One of its workers cannot go on with it; the front end answers with the continuation."""
+        name = pick(self.running(), number)
+        life = self.ledger.live[name]
+        assert life.placement is not None
+        self.tell(RequestFailed(name, life.attempt, life.placement.prefill, "out of memory"))
+        if number % 2 and name in self.ledger.live and self.ledger.live[name].interrupted:
+            self.resume(name, life.attempt + 1)
+
+    def progress(self, name: str, compute_s: float, warmup: bool = False, kept: float = 1.0) -> Iterator[Event]:
         placed = self.ledger.live[name].placement
         assert placed is not None
+        reused = int(placed.reuse.reused_tokens * kept)
         yield PrefillStarted(name, placed.attempt, placed.prefill)
-        yield PrefillFinished(name, placed.attempt, placed.prefill, placed.reuse.reused_tokens, compute_s, warmup)
+        yield PrefillFinished(name, placed.attempt, placed.prefill, reused, compute_s, warmup)
         yield HandoverFinished(name, placed.attempt, 1000, 0.01)
         yield FirstToken(name, placed.attempt)
         yield RequestFinished(name, placed.attempt, 50, FinishReason.LENGTH)
@@ -324,6 +420,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def advance(self, event: Event) -> list[Command]:
         if isinstance(event, PrefillFinished):
             self.observed += not event.warmup
+            running = self.ledger.live.get(event.request_id)
+            if running is not None and running.placement is not None and event.worker_id in self.joined:
+                self.report(
+                    self.workers[event.worker_id].store(Tier.DEVICE, self.requests[event.request_id].block_hashes), "at once"
+                )
         if isinstance(event, RequestFinished):
             outcome = {FinishReason.CANCELLED: "cancelled", FinishReason.FAILED: "failed"}.get(event.reason, "finished")
             self.ledger.finish(event.request_id, event.attempt, outcome)
@@ -340,7 +441,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             FirstToken(one, attempt),
             RequestFinished(one, attempt, 7, pick(list(FinishReason), number)),
             RequestFailed(one, attempt, name, "out of memory"),
-            pick([TransferFinished("t1", 5, 0.1), TransferFailed("t1", "link down")], number),
+            pick([TransferFinished("copy-99", 5, 0.1), TransferFailed("t1", "link down")], number),
         )
         self.advance(events[kind])
 
@@ -417,11 +518,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.running():
             return
         view = self.scheduler._view
-        for column in ("pending_s", "jobs", "active_tokens", "flows_in", "flows_out"):
+        for column in ("pending_s", "jobs", "active_tokens"):
             assert not getattr(view.prefill, column).any(), column
-        for column in ("reserved_blocks", "incoming_batch", "active_batch", "active_context", "flows_in", "flows_out"):
+        for column in ("reserved_blocks", "incoming_batch", "active_batch", "active_context"):
             assert not getattr(view.decode, column).any(), column
-        assert not any(view.flows_out(owner) for owner in [*ROLES, *(f"n-{name}" for name in ROLES)])
+        sources = Counter(copy.source.owner for copy in self.copies.values())
+        targets = Counter(copy.target.owner for copy in self.copies.values())
+        for owner in [*ROLES, *(f"n-{name}" for name in ROLES)]:
+            assert view.flows_out(owner) == sources[owner]
+        for pool in (view.prefill, view.decode):
+            assert pool.flows_out.tolist() == [sources[name] for name in pool.ids]
+            assert pool.flows_in.tolist() == [targets[name] for name in pool.ids]
 
     @invariant()
     def i12_nothing_uncalibrated_rejects(self) -> None:
@@ -432,18 +539,32 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Every request ends if the workers do their part, and then nothing is left of it (I9, I11, I16)."""
         if not hasattr(self, "scheduler"):
             return
-        for name in ("d1", "p1", "p2"):
-            self.join(name)
-        for _ in range(MAX_STEPS_TO_THE_END):
-            if not self.ledger.live:
-                break
-            self.push_everybody_on()
+        if self.everybody_leaves:
+            self.wait_for_nobody()
+        else:
+            for name in ("d1", "p1", "p2"):
+                self.join(name)
+            for _ in range(MAX_STEPS_TO_THE_END):
+                if self.ledger.live:
+                    self.push_everybody_on()
         assert not self.ledger.live, "I16: a request waits for ever"
         self.i9_nothing_is_held_when_nothing_is_in_flight()
         self.now += 1000.0
         self.tell(Tick())
         match = self.index.match(chain(0))
         assert (match.depths == match.confirmed).all(), "I11: expectations do not outlive their time"
+
+    def wait_for_nobody(self) -> None:
+        """No worker is left, none comes back and no continuation comes: every request is given up, and that within bounds."""
+        for name in list(self.joined):
+            self.deliver_lost(WorkerLost(name, self.joined[name]))
+        limit_s = self.now + max(RESUME_TIMEOUT_S, ORPHAN_WAIT_S)
+        while self.ledger.live:
+            deadline = self.scheduler.next_deadline()
+            assert deadline is not None, "I16: a request waits, and nothing is due"
+            assert deadline <= limit_s, "I16: a request waits for longer than is allowed"
+            self.now = max(self.now, deadline)
+            self.tell(Tick())
 
     def push_everybody_on(self) -> None:
         for name in self.running():
@@ -458,4 +579,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)

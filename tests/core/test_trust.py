@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from conductor.core.commands import Command, RequestSnapshot
+from conductor.core.config import SchedulerConfig
 from conductor.core.events import IndexSnapshot, WorkerJoined, WorkerLost
 from conductor.core.types import Role, Stamp, Tier
-from tests.core.builders import Drive, blocks, cluster, drive, request, worker
+from tests.core.builders import PROFILE, Drive, blocks, cluster, drive, request, worker
 
 
 def reuse(driven: Drive, name: str, share: float) -> list[Command]:
@@ -45,6 +48,20 @@ def test_a_degraded_worker_is_asked_for_everything_that_it_holds() -> None:
     driven = claiming()
     asked = [reuse(driven, f"r{number}", 0.0) for number in (1, 2, 3)]
     assert asked == [[], [RequestSnapshot("p0", 1)], []]
+
+
+def test_nothing_is_fetched_on_the_word_of_a_degraded_worker() -> None:
+    """Neither by the worker from itself, nor by others beyond what is believed of it."""
+    driven = drive(SchedulerConfig(policy="conductor"), cluster(prefill=1, profile=replace(PROFILE, transfer_bytes_per_s=1e12)))
+    driven.store("p0", blocks(10, shared=10))
+    for name in ("r1", "r2"):
+        placed = driven.place(request(name, shared=10))
+        driven.prefilled(placed, 0.001, reused=0)
+    placed = driven.place(request("r3", shared=10))
+    assert (placed.prefill, placed.reuse.local_tokens, placed.reuse.fetched_tokens) == ("p0", 5 * 64, 0)
+    driven(WorkerJoined(worker("p1", Role.PREFILL, profile=replace(PROFILE, transfer_bytes_per_s=1e12)), 1))
+    placed = driven.place(request("r4", shared=10))
+    assert (placed.prefill, placed.reuse.local_tokens, placed.reuse.fetched_tokens) == ("p1", 0, 5 * 64)
 
 
 def test_the_claims_of_a_degraded_worker_are_discounted() -> None:

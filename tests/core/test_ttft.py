@@ -9,7 +9,7 @@ import pytest
 from conductor.core.config import SchedulerConfig
 from conductor.core.events import WorkerJoined
 from conductor.core.types import Role
-from tests.core.builders import PROFILE, Drive, cluster, drive, request, worker
+from tests.core.builders import PROFILE, Drive, blocks, cluster, drive, request, worker
 
 SERIAL = replace(PROFILE, first_token_after_handover=True, handover_overlaps_prefill=False)
 SEND_S = 640 * 100_000 / 1e10
@@ -68,3 +68,17 @@ def test_every_policy_reports_the_handover(policy: str) -> None:
     """The estimate does not depend on who chose."""
     driven = drive(SchedulerConfig(policy=policy), cluster(profile=SERIAL))
     assert driven.place(request()).ttft.handover_s == pytest.approx(SEND_S + STEP_S)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_a_pull_hides_behind_the_compute_layer_group_by_layer_group(groups: int) -> None:
+    """With G groups of T and P seconds the request pays (T + P) / G + (1 - 1 / G) max(T, P) in all."""
+    profile = replace(PROFILE, layer_groups=groups, prefill_per_token_s=1e-3)
+    driven = drive(SchedulerConfig(policy="conductor"), cluster(prefill=2, profile=profile))
+    driven.store("p0", blocks(5, shared=5))
+    driven.place(request("r0", tokens=6400, shared=5))
+    placed = driven.place(request("r1", tokens=640, shared=5))
+    assert (placed.prefill, placed.reuse.fetched_tokens) == ("p1", 320)
+    bring_s, compute_s = 320 * 1e5 / 1e10, 0.01 + 0.320
+    whole_s = (bring_s + compute_s) / groups + (1 - 1 / groups) * max(bring_s, compute_s)
+    assert placed.ttft.transfer_s == pytest.approx(whole_s - compute_s)

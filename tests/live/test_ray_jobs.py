@@ -79,35 +79,30 @@ def head_node(directory: Path, **auth: str) -> Iterator[Head]:
     shutil.rmtree(temporary, ignore_errors=True)
 
 
-@pytest.fixture(params=["token", "disabled"])
-def head(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Head]:
-    token = tmp_path / "token"
-    token.write_text(secrets.token_hex(32))
-    token.chmod(0o600)
-    auth = {"RAY_AUTH_MODE": request.param} | ({"RAY_AUTH_TOKEN_PATH": str(token)} if request.param == "token" else {})
-    directory = tmp_path / "job"
-    directory.mkdir()
-    generate = ["trace", "generate", "conversation", str(directory / "trace.jsonl"), "--requests", "6", "--seed", "1"]
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A working directory with a trace in it."""
+    made = tmp_path / "job"
+    made.mkdir()
+    generate = ["trace", "generate", "conversation", str(made / "trace.jsonl"), "--requests", "6", "--seed", "1"]
     subprocess.run([sys.executable, *CONDUCTOR[1:], *generate], cwd=ROOT, check=True, capture_output=True)
-    with head_node(directory, **auth) as started:
-        yield started
+    return made
 
 
-def test_compare_serve_and_replay_run_as_jobs(head: Head) -> None:
-    """A report comes back from each; the service answers, and is gone when its job is stopped."""
-    if head.environment["RAY_AUTH_MODE"] == "token":
-        stranger = {**head.environment, "RAY_AUTH_MODE": "disabled"}
-        assert Head(head.url, stranger, head.directory).ray("job", "list", "--address", head.url).returncode != 0
-
+def compare(head: Head) -> None:
+    """The report is in the job's log."""
     cells = ["--prefill", "1", "--decode", "1", "--policies", "random,conductor", "--speeds", "1"]
     compared = head.submit(*CONDUCTOR, "compare", "trace.jsonl", "--cluster", "dynamo-mocker", *cells)
     assert compared.returncode == 0, compared.stdout[-2000:] + compared.stderr[-2000:]
     assert "conductor" in compared.stdout
     assert "random" in compared.stdout
 
+
+def serve_and_replay(head: Head) -> None:
+    """One job serves the real model, another replays a trace against it; the service is gone when its job is stopped."""
     port = free_port()
-    serve = ["serve", "--port", str(port), "--prefill", "1", "--decode", "1"]
-    started = head.submit(*CONDUCTOR, *serve, "--flight-log", "flight", wait=False, name="serving")
+    serve = ["serve", "--port", str(port), "--prefill", "1", "--decode", "1", "--flight-log", "flight"]
+    started = head.submit(*CONDUCTOR, *serve, wait=False, name="serving")
     assert started.returncode == 0, started.stderr
     eventually(lambda: is_ready(port), within_s=120)
     body = {"model": MODEL, "prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
@@ -117,9 +112,25 @@ def test_compare_serve_and_replay_run_as_jobs(head: Head) -> None:
     replay = ["replay", "trace.jsonl", "--url", f"http://127.0.0.1:{port}", "--scale", "0.005", "--speed", "4"]
     replayed = head.submit(*CONDUCTOR, *replay, "--json", "-")
     assert replayed.returncode == 0, replayed.stdout[-2000:] + replayed.stderr[-2000:]
-    report = replayed.stdout[replayed.stdout.index("{\n") :]
-    figures, _ = json.JSONDecoder().raw_decode(report)
+    figures, _ = json.JSONDecoder().raw_decode(replayed.stdout[replayed.stdout.index("{\n") :])
     assert (figures["requests"], figures["completed"]) == (6, 6)
 
     assert head.ray("job", "stop", "--address", head.url, "serving").returncode == 0
     eventually(lambda: not is_ready(port))
+
+
+def test_jobs_on_a_cluster_with_token_authentication(directory: Path, tmp_path: Path) -> None:
+    """All three commands; who has no token cannot even list the jobs."""
+    token = tmp_path / "token"
+    token.write_text(secrets.token_hex(32))
+    token.chmod(0o600)
+    with head_node(directory, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token)) as head:
+        stranger = Head(head.url, {**head.environment, "RAY_AUTH_MODE": "disabled"}, directory)
+        assert stranger.ray("job", "list", "--address", head.url).returncode != 0
+        compare(head)
+        serve_and_replay(head)
+
+
+def test_a_job_on_a_cluster_without_authentication(directory: Path) -> None:
+    with head_node(directory, RAY_AUTH_MODE="disabled") as head:
+        compare(head)

@@ -17,8 +17,8 @@ from tests.live.observe import MODEL, STORY
 
 pytestmark = [pytest.mark.live, pytest.mark.slow]
 
-PROMPTS = 8
-WORDS = 12  # times the story, so that computing it takes many times what its reuse does
+PROMPTS = 6
+WORDS = 8  # times the story, so that computing it takes many times what its reuse does
 
 
 @pytest.fixture(scope="module")

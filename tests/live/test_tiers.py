@@ -11,6 +11,7 @@ from tests.live.observe import MODEL, STORY, eventually, host_memory, metric, wh
 
 pytestmark = [pytest.mark.live, pytest.mark.slow]
 PROMPT = STORY * 25 + "The last entry of the year was short:"
+FULL_BLOCKS = 7  # of 64 tokens in the prompt
 
 
 def ask(client: openai.OpenAI) -> tuple[str, int, str]:
@@ -23,13 +24,16 @@ def ask(client: openai.OpenAI) -> tuple[str, int, str]:
     return parsed.choices[0].text, cached, raw.headers["x-conductor-decision-id"]
 
 
+def decision(served: Served, decision_id: str) -> object:
+    return httpx.get(f"http://127.0.0.1:{served.port}/v1/decisions/{decision_id}", timeout=10).json()
+
+
 def test_a_prefix_outlives_everybody_who_computed_it(served: Served, client: openai.OpenAI) -> None:
     """First all prefill workers are killed, then the decode worker: every device pool is cold, the answer is the same."""
     eventually(lambda: whole(served))
     before = metric(served, "conductor_worker_host_stored")
     text, _, _ = ask(client)
-    full_blocks = len(PROMPT) // 400
-    eventually(lambda: metric(served, "conductor_worker_host_stored") >= before + full_blocks)
+    eventually(lambda: metric(served, "conductor_worker_host_stored") >= before + FULL_BLOCKS)
     for actor_class in ("PrefillWorker", "DecodeWorker"):
         for process in workers(served, actor_class):
             process.kill()
@@ -37,9 +41,8 @@ def test_a_prefix_outlives_everybody_who_computed_it(served: Served, client: ope
         eventually(lambda: whole(served))
     again, cached, decision_id = ask(client)
     assert again == text
-    assert cached >= 64 * full_blocks
-    decision = httpx.get(f"http://127.0.0.1:{served.port}/v1/decisions/{decision_id}", timeout=10).json()
-    assert "/host" in str(decision)
+    assert cached == 64 * FULL_BLOCKS
+    assert "/host" in str(decision(served, decision_id))
 
 
 def test_all_workers_of_the_host_share_one_memory(served: Served) -> None:

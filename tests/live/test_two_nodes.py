@@ -42,14 +42,14 @@ class Nodes:
         os.environ["RAY_AUTH_MODE"] = "disabled"
         self.ray = RayCluster(
             initialize_head=True,
-            head_node_args={"num_cpus": 2, "labels": {"part": "head"}, "object_store_memory": 100 * 2**20},
+            head_node_args={"num_cpus": 4, "labels": {"part": "head"}, "object_store_memory": 100 * 2**20},
         )
         self.others: list[Any] = []
 
     def add(self) -> None:
         self.others.append(
             self.ray.add_node(
-                num_cpus=2, resources={"worker_node": 2}, labels={"part": "other"}, object_store_memory=100 * 2**20
+                num_cpus=4, resources={"worker_node": 2}, labels={"part": "other"}, object_store_memory=100 * 2**20
             )
         )
 
@@ -136,7 +136,7 @@ async def test_a_lost_node_is_not_noticed_by_the_readers(deployment: Deployment,
 
 async def test_a_node_that_joins_gets_the_lost_workers(deployment: Deployment, nodes: Nodes) -> None:
     """Nothing was restarted by hand."""
-    await asyncio.to_thread(nodes.add)
+    nodes.add()  # Ray takes signal handlers, in the main thread only
     await eventually_complete(deployment)
     assert tokens_of(await deployment.generate(deployment.job(3, 5))) == expected_tokens(3, 5)
 
@@ -170,3 +170,22 @@ async def test_others_attach_to_the_conductor_and_leave_without_a_trace(deployme
         task.cancel()
     ray.kill(second.handle("decode-9"))
     await eventually_complete(deployment)
+
+
+async def test_a_new_version_serves_beside_the_old_one_until_that_is_drained(deployment: Deployment, nodes: Nodes) -> None:
+    """Two deployments in two namespaces of one Ray cluster; the one that ends takes nothing of the other with it."""
+    config = load(None, {}, flags(nodes, deployment.log_directory, **{"cluster.namespace": "next"})).config
+    newer = Cluster(config)
+    await newer.start([plan("prefill-0", Role.PREFILL), plan("decode-0", Role.DECODE)])
+    client = RayEngineClient(newer.conductor, hash_prompt)
+    await client.start()
+    theirs = Deployment(newer, client, deployment.log_directory)
+    results = await asyncio.gather(deployment.generate(deployment.job(8, 20)), theirs.generate(theirs.job(9, 20)))
+    assert [tokens_of(outputs) for outputs in results] == [expected_tokens(8, 20), expected_tokens(9, 20)]
+    await client.close()
+    for task in newer._tasks:
+        task.cancel()
+    for handle in (newer.handle("prefill-0"), newer.handle("decode-0"), newer.conductor):
+        ray.kill(handle)
+    assert await complete(deployment)
+    assert tokens_of(await deployment.generate(deployment.job(4, 5))) == expected_tokens(4, 5)

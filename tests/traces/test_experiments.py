@@ -11,10 +11,13 @@ from typer.testing import CliRunner
 
 from conductor.flight_log import recording
 from conductor.policies_loader import load_policy
+from tests.traces.schemas import check
 from tests.traces.sim_builders import row
 from traces import commands, sim_commands
+from traces.experiment_command import as_json
 from traces.experiments import EXPERIMENTS
-from traces.experiments.experiment import Simulations, cut_outputs
+from traces.experiments.dualpath import more_agents
+from traces.experiments.experiment import Findings, Row, Simulations, cut_outputs
 from traces.experiments.overload import phase, swing
 from traces.outcomes import LoadSample, RunResult
 from traces.simulator import simulate
@@ -36,6 +39,21 @@ def test_every_variant_runs_and_every_claim_is_judged(name: str) -> None:
     assert any(figure > 0 for found in findings.rows for figure in found.ours)
     assert findings.claims
     assert all(claim.ours for claim in findings.claims)
+
+
+def test_figures_that_were_not_measured_are_null() -> None:
+    """A run in which nothing completed has no mean TTFT, and JSON has no number for that."""
+    experiment = EXPERIMENTS["fast25-scheduling"]
+    findings = Findings(("mean TTFT, s",), [Row("random", None, (float("nan"),))], [])
+    text = json.dumps(as_json(experiment, "trace", 1, findings), allow_nan=False)
+    check(text, "experiment")
+    assert '"mean TTFT, s": null' in text
+
+
+def test_agents_begin_more_often_and_keep_their_pauses() -> None:
+    """The load of DualPath's experiment changes the beginnings of trajectories alone."""
+    turns = [replace(row(10.0 * agent + 3.0 * turn, 600), session=str(agent)) for agent in range(3) for turn in range(2)]
+    assert [request.timestamp_s for request in more_agents(2.0, turns)] == [0.0, 3.0, 5.0, 8.0, 10.0, 13.0]
 
 
 def slower(run: RunResult, factor: float) -> RunResult:
@@ -76,6 +94,7 @@ def test_experiment_without_a_trace_generates_its_workload() -> None:
     """`--limit` bounds it, `--json -` leaves nothing else on standard output, claims that fail show in the exit code."""
     result = CliRunner().invoke(APP, ["experiment", "fast25-cache-capacity", "--limit", "300", "--json", "-"])
     found: dict[str, Any] = json.loads(result.stdout)
+    check(result.stdout, "experiment")
     assert (found["trace"], found["requests"]) == ("conversation look-alike", 300)
     assert [row["label"] for row in found["rows"]][1] == "3M tokens"
     assert result.exit_code == (0 if all(claim["holds"] for claim in found["claims"]) else 1)

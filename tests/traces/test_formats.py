@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -190,3 +193,19 @@ def test_published_conversation_trace_reads_without_a_fault() -> None:
     assert PUBLISHED is not None
     trace = open_trace(PUBLISHED, strict=True)
     assert sum(1 for _ in trace) == 12_031
+
+
+@pytest.mark.slow
+def test_two_gigabytes_are_read_in_one_of_memory(tmp_path: Path) -> None:
+    """A file larger than the memory there is: what is damaged in it is counted, what is whole is read."""
+    path = tmp_path / "trace.jsonl"
+    with path.open("wb") as file:
+        file.write(mooncake_line(0, 2, 5, 0).encode() + b"\n")
+        file.seek(2 << 30)  # a hole: a line of two gigabytes that is not JSON
+        file.write(b"\n" + mooncake_line(1000, 2, 5, 8).encode() + b"\n")
+    command = f"ulimit -v {1 << 20}; exec {sys.executable} -m conductor trace stats {path} --json -"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["requests"] == 2
+    assert "line_too_long" in done.stderr + done.stdout

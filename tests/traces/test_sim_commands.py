@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from conductor.flight_log import recording
 from conductor.policies_loader import load_policy
 from tests.traces.builders import mooncake_line, write_lines
+from tests.traces.schemas import check
 from traces import commands, sim_commands
 
 APP = typer.Typer()
@@ -90,6 +91,26 @@ def test_policy_of_ones_own_runs_by_its_path(trace: Path, tmp_path: Path, monkey
     result = CliRunner().invoke(APP, words)
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["cells"]["own_policy_least-speed1-seed0"]["completed"] == 40
+
+
+def test_equal_commands_print_equal_bytes(trace: Path) -> None:
+    """One seed, one result, in the form of the schema."""
+    words = ["simulate", str(trace), "--policy", "random", "--seed", "7", "--json", "-"]
+    first, second = (CliRunner().invoke(APP, words).stdout_bytes for _ in range(2))
+    assert first == second
+    check(first.decode(), "report")
+
+
+def test_comparison_keeps_to_its_schema_and_takes_up_what_is_there(trace: Path, tmp_path: Path) -> None:
+    """A cell that is on file is not computed again, and the figures are the same to the byte."""
+    kept = tmp_path / "out"
+    words = ["compare", str(trace), "--policies", "conductor", "--out", str(kept), "--json", "-"]
+    first = CliRunner().invoke(APP, words)
+    check(first.stdout, "comparison")
+    times = {path: path.stat().st_mtime_ns for path in kept.iterdir()}
+    second = CliRunner().invoke(APP, words)
+    assert second.stdout_bytes == first.stdout_bytes
+    assert {path: path.stat().st_mtime_ns for path in kept.iterdir()} == times
 
 
 @pytest.mark.parametrize("command", [["simulate", "--policy"], ["compare", "--policies"]])

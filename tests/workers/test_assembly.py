@@ -10,12 +10,16 @@ import torch
 
 from conductor.core.hashing import KVNamespace, hash_blocks
 from conductor.core.types import Role
+from models.base import KVLayout
+from models.kv_codec import BlockCodec
 from tests.models.builders import write_tiny_folder
 from tests.workers.actor_doubles import PROFILE
 from tests.workers.doubles import packed
-from workers.assembly import PROBE, build_parts, round_trip, throttled_profile, warm_up
+from workers.assembly import PROBE, build_parts, round_trip, stored_namespace, throttled_profile, warm_up
 from workers.config import WorkerConfig
-from workers.kv_transfer.base import KVArray, KVDescriptor, KVTicket
+from workers.kv_store.settings import StoreSettings
+from workers.kv_transfer.base import KVDescriptor, KVTicket
+from workers.kv_transfer.blocks import KVBlocks
 from workers.kv_transfer.loopback import Fabric, LoopbackTransport
 from workers.kv_transfer.throttled import LinkLimit
 
@@ -62,9 +66,9 @@ class Counting(LoopbackTransport):
         super().__init__(kv, fabric)
         self.moved: list[int] = []
 
-    def fetch(self, ticket: KVTicket, timeout_s: float) -> list[KVArray]:
-        self.moved.append(ticket.nbytes)
-        return super().fetch(ticket, timeout_s)
+    def fetch(self, ticket: KVTicket, into: KVBlocks, timeout_s: float, first: int = 0) -> None:
+        self.moved.append(into.nbytes)
+        super().fetch(ticket, into, timeout_s, first)
 
 
 def test_tenants_have_roots_of_their_own(config: WorkerConfig) -> None:
@@ -80,3 +84,22 @@ def test_a_throttle_shows_in_the_profile() -> None:
     slow = throttled_profile(replace(PROFILE, transfer_bytes_per_s=1e9, transfer_latency_s=0.001), LinkLimit(4, latency_ms=2))
     assert (slow.transfer_bytes_per_s, slow.transfer_latency_s) == (5e8, 0.003)
     assert throttled_profile(PROFILE, LinkLimit()) == PROFILE
+
+
+def test_tiers_are_opened_for_everything_that_kv_depends_on(config: WorkerConfig, tmp_path: Path) -> None:
+    """Weights in another format, or other arithmetic, give other KV: such workers share no stored block."""
+    store = StoreSettings(disk_directory=tmp_path / "disk", disk_bytes=1 << 20)
+    formats = set()
+    for changes in ({}, {"weights": "int8"}, {"compute_dtype": "bfloat16"}):
+        parts = build_parts(replace(config, store=store, profile=PROFILE, **changes))
+        (tier,) = parts.tiers.tiers
+        formats.add(tier.format.fingerprint)
+        assert parts.profile.tier_bytes_per_s[tier.tier] > 0
+        tier.close()
+    assert len(formats) == 3
+
+
+def test_what_moved_with_losses_is_stored_apart(config: WorkerConfig) -> None:
+    layout = KVLayout("gqa", 1, 2, (2, 1, 16), torch.float32)
+    names = {stored_namespace(config, ("model",), codec) for codec in (None, BlockCodec("int8", layout, 16))}
+    assert len(names) == 2

@@ -125,8 +125,8 @@ async def test_every_tier_gives_the_same_tokens(actors: Actors, tmp_path: Path) 
         shared_bytes=256 << 20,
         report_interval_s=0.1,
     )
-    memory = host_directory(store.deployment, NODE)
     await asyncio.gather(actors.start("p0", store), actors.start("p1", store), actors.start("d0", only(store, Tier.HOST)))
+    (memory,) = host_directory(store.deployment, NODE).parent.glob(f"{store.deployment}-*@{NODE}")
     computed, nothing = await actors.ask("p0")
     assert (len(computed), nothing) == (6, 0)
     assert await actors.ask("p0") == (computed, REUSED)  # device

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import shutil
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -238,19 +240,21 @@ async def test_a_directory_that_cannot_be_used_leaves_a_worker_without_the_tier(
     await until(lambda: latest(cluster, "p0", tier) is not None and "file" in latest(cluster, "p0", tier).failure)
 
 
-async def test_a_full_disk_is_reported_and_harms_nobody(
-    cluster: Cluster, store: StoreSettings, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("tier", ALL)
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.EIO])
+async def test_a_tier_that_takes_nothing_is_reported_and_harms_nobody(
+    cluster: Cluster, store: StoreSettings, tier: Tier, error: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Writes fail as on a full file system: the worker serves on, and the failure reaches the Conductor."""
+    """Full, read-only or broken: the worker serves on, and the failure reaches the Conductor."""
 
-    def full(self: Files, path: Path, buffers: object) -> None:
-        raise OSError(28, "No space left on device", str(path))
+    def fail(self: Files, path: Path, buffers: object) -> None:
+        raise OSError(error, os.strerror(error), str(path))
 
-    await join(cluster, "p0", store=only(store, Tier.DISK))
+    await join(cluster, "p0", store=only(store, tier))
     await join(cluster, "d0")
-    monkeypatch.setattr(Files, "append", full)
+    monkeypatch.setattr(Files, "append", fail)
     assert await run(cluster, "p0") == 0
-    await until(lambda: "No space" in ((latest(cluster, "p0", Tier.DISK) and latest(cluster, "p0", Tier.DISK).failure) or ""))
+    await until(lambda: os.strerror(error) in str(latest(cluster, "p0", tier)))
     assert await run(cluster, "p0") == REUSED
 
 

@@ -15,14 +15,24 @@ from traces.outcomes import RunResult
 from traces.schema import TraceRequest
 from traces.simulator import SimulationOptions, simulate
 
+Requests: TypeAlias = Sequence[TraceRequest]
+Runs: TypeAlias = Mapping[str, RunResult]
+Figure: TypeAlias = Callable[[RunResult], float]
+Step: TypeAlias = Callable[[str], None]
+"""Hears the name of each step as it begins."""
+
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One simulation of an experiment. `paper` is the figure that the paper gives for it, as text, or None."""
+    """One simulation of an experiment. `paper` is the figure that the paper gives for it, as text, or None.
+
+    `reshape`, where given, changes the trace for this simulation alone.
+    """
 
     label: str
     options: SimulationOptions
     paper: str | None = None
+    reshape: Callable[[Requests], Requests] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +60,11 @@ class Findings:
     claims: Sequence[Claim]
 
 
-Requests: TypeAlias = Sequence[TraceRequest]
-Runs: TypeAlias = Mapping[str, RunResult]
-Figure: TypeAlias = Callable[[RunResult], float]
-Step: TypeAlias = Callable[[str], None]
-"""Hears the name of each step as it begins."""
-
-
 @dataclass(frozen=True, slots=True)
 class Simulations:
     """`variants` builds the simulations, `figures` are the columns of the table, `judge` holds the claims against all runs.
 
-    `prepare`, where given, changes the trace first.
+    `prepare`, where given, changes the trace first. `requests` is how much of the workload is generated; None is all of it.
     """
 
     name: str
@@ -71,6 +74,7 @@ class Simulations:
     variants: Callable[[], Sequence[Variant]]
     judge: Callable[[Runs], Sequence[Claim]]
     prepare: Callable[[Requests], Requests] = lambda trace: trace
+    requests: int | None = None
 
     def steps(self) -> int:
         return len(self.variants())
@@ -81,12 +85,13 @@ class Simulations:
         runs: dict[str, RunResult] = {}
         for variant in variants:
             step(variant.label)
-            runs[variant.label] = simulate(prepared, variant.options)
-        rows = [
+            rows = prepared if variant.reshape is None else variant.reshape(prepared)
+            runs[variant.label] = simulate(rows, variant.options)
+        table = [
             Row(variant.label, variant.paper, tuple(figure(runs[variant.label]) for figure in self.figures.values()))
             for variant in variants
         ]
-        return Findings(tuple(self.figures), rows, self.judge(runs))
+        return Findings(tuple(self.figures), table, self.judge(runs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +102,7 @@ class Analysis:
     source: str
     workload: str
     analyse: Callable[[Requests], Findings]
+    requests: int | None = None
 
     def steps(self) -> int:
         return 1

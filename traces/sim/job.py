@@ -37,6 +37,7 @@ class Job:
     """
 
     __slots__ = (
+        "ahead_s",
         "cancelled",
         "compute_s",
         "context_tokens",
@@ -75,6 +76,7 @@ class Job:
         self.pinned = 0
         self.private_blocks = 0
         self.reserved_blocks = 0
+        self.ahead_s = 0.0
         self.compute_s = 0.0
         self.context_tokens = 0
         self.first_step = 0

@@ -15,7 +15,7 @@ import bisect
 import math
 import random
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 from conductor.core.cost_profile import CostProfile
@@ -83,8 +83,10 @@ class EngineLimits(NamedTuple):
 
 
 class PrefillHooks(NamedTuple):
-    """Called by the engine: a prompt enters its first step, is complete, or can never fit; room was freed. `gate`, where there is one, is asked
-    for the next step and answers by calling back at a moment when the accelerator is free."""
+    """Called by the engine: a prompt enters its first step, is complete, or can never fit; room was freed.
+
+    `gate`, where there is one, is asked for the next step and answers by calling back when the accelerator is free.
+    """
 
     started: Callable[[Job], None]
     finished: Callable[[Job], None]
@@ -115,6 +117,7 @@ class PrefillEngine:
         self._hooks = hooks
         self._waiting: list[Job] = []
         self._running: list[Job] = []
+        self._waiting_s = 0.0
         self._admitted: set[int] = set()
         self._blocked = False
         self._stepping = False
@@ -125,6 +128,8 @@ class PrefillEngine:
     def submit(self, job: Job) -> None:
         """Queue a job whose fetched prefix (if any) lies in the cache. Earlier placements keep their turn."""
         bisect.insort(self._waiting, job, key=_order)
+        job.ahead_s = self._left_s(job.placement.reuse.reused_tokens, job.prompt_tokens)
+        self._waiting_s += job.ahead_s
         self._wake()
 
     @property
@@ -151,7 +156,7 @@ class PrefillEngine:
         """Forget a queued or complete job at once, one in the middle of a step when that ends."""
         job.cancelled = True
         if job in self._waiting:
-            self._waiting.remove(job)
+            self._leave_line(job)
         elif job in self._running:
             if self._stepping:
                 return
@@ -172,12 +177,17 @@ class PrefillEngine:
         left_s = 0.0 if running is None else self._limits.profile.prefill_s(running.prompt_tokens, running.done_tokens)
         return WorkerLoad(len(self._waiting), queued, left_s, free_blocks=self.cache.free_blocks)
 
-    def remaining(self) -> Iterator[tuple[int, int]]:
-        """(tokens done or to be reused, prompt tokens) of everything that is here."""
-        for job in self._running:
-            yield job.done_tokens, job.prompt_tokens
-        for job in self._waiting:
-            yield job.placement.reuse.reused_tokens, job.prompt_tokens
+    def ahead_s(self) -> float:
+        """True seconds of everything that is here, each prompt alone and in one step, with the reuse its placement said."""
+        return self._waiting_s + sum(self._left_s(job.done_tokens, job.prompt_tokens) for job in self._running)
+
+    def _left_s(self, done_tokens: int, prompt_tokens: int) -> float:
+        left = prompt_tokens - done_tokens
+        return self._time.step_s([(done_tokens, left)]) if left > 0 else 0.0
+
+    def _leave_line(self, job: Job) -> None:
+        self._waiting.remove(job)
+        self._waiting_s = self._waiting_s - job.ahead_s if self._waiting else 0.0
 
     def _wake(self) -> None:
         if self._stepping or self._begin_planned or self._dead or not (self._running or self._waiting):
@@ -245,13 +255,13 @@ class PrefillEngine:
         held_tokens = job.prompt_tokens + (job.output_tokens if self._limits.hold_output else 0)
         whole_blocks = -(-held_tokens // self._limits.block_tokens)
         if whole_blocks > self.cache.capacity_blocks:
-            del self._waiting[0]
+            self._leave_line(job)
             pool = f"the pool of {self._reporter.source} has {self.cache.capacity_blocks}"
             self._hooks.refused(job, f"request of {whole_blocks} blocks; {pool}")
             return True
         if whole_blocks > self.cache.free_blocks + job.pinned and not self._others_yield(job, whole_blocks):
             return False
-        del self._waiting[0]
+        self._leave_line(job)
         self._running.append(job)
         self._admitted.add(job.order)
         self._reuse(job)

@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from traces.outcomes import OutcomeStatus, RequestOutcome, RunMode, RunResult
+from traces.sim.cache import BlockCache
 from traces.sim.hindsight import Hindsight
 from traces.sim.job import RequestRecord
 
@@ -45,7 +46,20 @@ def collect(name: str, simulation: Simulation) -> RunResult:
         load_max_over_mean=_load_max_over_mean(simulation),
         prefill_busy_s=sum(_busy_s(simulation)),
         loads=tuple(simulation.watch.loads),
+        holders=_holders(simulation),
     )
+
+
+def _holders(simulation: Simulation) -> dict[int, tuple[int, ...]]:
+    log = simulation.watch.replicas
+    if log is None:
+        return {}
+    log.count(_pools(simulation))
+    return log.holders(RANKS)
+
+
+def _pools(simulation: Simulation) -> list[BlockCache]:
+    return [worker.cache for worker in simulation.cluster.workers.values() if worker.prefill is not None]
 
 
 def replicas(simulation: Simulation) -> dict[str, float]:
@@ -54,7 +68,7 @@ def replicas(simulation: Simulation) -> dict[str, float]:
     for record in simulation.records.values():
         uses.update(record.request.block_hashes)
     ranked = nlargest(RANKS[-1], uses, key=uses.__getitem__)
-    pools = [worker.cache for worker in simulation.cluster.workers.values() if worker.prefill is not None]
+    pools = _pools(simulation)
     holders = [sum(block in pool for pool in pools) for block in ranked]
     return {str(rank): fmean(holders[:rank]) for rank in RANKS if rank <= len(holders)}
 

@@ -1,8 +1,9 @@
 """Moves blocks into the device pools of simulated workers: what a placement fetches, and what a migration copies.
 
 The source pins what it sends. It sends the longest run of the wanted blocks that it still holds; what it has lost since the
-decision is computed instead. A fetch waits in line until the target has room, and takes it before the first byte. Fetched blocks stay in the target's pool, so replicas follow demand. Peers send over both
-network cards; lower tiers send over their own channel, the shared store also over a network card.
+decision is computed instead. A fetch waits in line until the target has room, and takes it before the first byte. Fetched
+blocks stay in the target's pool, so replicas follow demand. Peers send over both network cards; lower tiers send over their
+own channel, the shared store also over a network card.
 """
 
 from __future__ import annotations

@@ -14,9 +14,10 @@ from statistics import fmean
 
 from conductor.core.types import SLO, Request, WorkerId
 from traces.outcomes import LoadSample
-from traces.service_time import PrefillTime, ServiceTime
+from traces.service_time import ServiceTime
 from traces.sim.job import RequestRecord
 from traces.sim.loop import At, EventLoop
+from traces.sim.replicas import ReplicaLog
 from traces.sim.worker import SimWorker
 
 LOOK_EVERY_S = 2.0
@@ -48,6 +49,7 @@ class Watch:
     ) -> None:
         self.interval_s = LOOK_EVERY_S if reports_s is None else reports_s
         self.loads: list[LoadSample] = []
+        self.replicas: ReplicaLog | None = None
         self.decode_states: list[tuple[DecodeState, ...]] = []
         self._records = records
         self._arrived = 0
@@ -68,6 +70,9 @@ class Watch:
         if self._slo.ttft_s is not None and self._slo.tbt_s is not None:
             sample = LoadSample(self._loop.now, self._prefill_s() / self._slo.ttft_s, self._decode_s(states) / self._slo.tbt_s)
             self.loads.append(sample)
+        if self.replicas is not None:
+            pools = [worker.cache for worker in self._workers.values() if worker.prefill is not None]
+            self.replicas.look(self._loop.now, pools)
         if self._reports:
             for worker in self._workers.values():
                 worker.report_load()
@@ -78,8 +83,8 @@ class Watch:
         """Seconds of prefill that lie ahead of a worker, on average."""
         engines = [worker.prefill for worker in self._workers.values() if worker.prefill is not None]
         time = self._truth.prefill
-        ahead_s = sum(remaining_s(time, done, prompt) for engine in engines for done, prompt in engine.remaining())
-        ahead_s += sum(remaining_s(time, 0, request.prompt_tokens) for request in self._unplaced())
+        ahead_s = sum(engine.ahead_s() for engine in engines)
+        ahead_s += sum(time.step_s([(0, request.prompt_tokens)]) for request in self._unplaced())
         return ahead_s / len(engines) if engines else 0.0
 
     def _unplaced(self) -> list[Request]:
@@ -95,9 +100,3 @@ class Watch:
     def _decode_s(self, states: Iterable[DecodeState]) -> float:
         steps_s = [self._truth.decode.step_s(state.batch, state.context_tokens) if state.batch else 0.0 for state in states]
         return fmean(steps_s) if steps_s else 0.0
-
-
-def remaining_s(time: PrefillTime, done_tokens: int, prompt_tokens: int) -> float:
-    """Seconds of the rest of a prompt, alone and in one step; 0 when there is none."""
-    left = prompt_tokens - done_tokens
-    return time.step_s([(done_tokens, left)]) if left > 0 else 0.0

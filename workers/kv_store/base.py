@@ -103,6 +103,10 @@ class KVTier(ABC):
         self.counters = Counters()
         self.changes = ChangeLog()
 
+    @property
+    @abstractmethod
+    def capacity_blocks(self) -> int: ...
+
     @abstractmethod
     def match(self, blocks: Sequence[BlockHash]) -> int:
         """How many of `blocks`, which follow each other from a root, are held without a gap. A hint: they may go."""

@@ -62,6 +62,7 @@ class BlobTier(KVTier):
         self._failure: str | None = None
         self._retry_at_s = 0.0
         self._room = 0  # blocks that may be written before the next look at how full the store is
+        self._listed: frozenset[BlockHash] = frozenset()
         self._used = 0  # as of that look, corrected by what was done here since
         if self.capacity_blocks < 1:
             found = f"the {self.tier.name.lower()} capacity is {limits.capacity_bytes} bytes"
@@ -76,7 +77,7 @@ class BlobTier(KVTier):
         for blobs in self._stripes:
             if blobs.modified_s(f"{self._prefix}/format.json") is None:
                 blobs.write(f"{self._prefix}/format.json", [self.format.to_json().encode()])
-        self._used = len(self._names())
+        self._names()
 
     def _writing(self) -> AbstractContextManager[object]:
         """Held by whoever changes what is stored."""
@@ -184,7 +185,6 @@ class BlobTier(KVTier):
                 self._delete(going)
                 self.counters.evicted += len(going)
                 used -= len(going)
-            self._used = used
             slack = int(self.capacity_blocks * self._limits.slack_share)
             self._room = min(max(incoming, slack), self.capacity_blocks - used)
         return max(0, self._room)
@@ -217,6 +217,7 @@ class BlobTier(KVTier):
             for directory in self.directories:
                 names = blobs.list(f"{self._prefix}/{directory}")
                 found += [int(name.removesuffix(SUFFIX), 16) for name in names if name.endswith(SUFFIX)]
+        self._used = len(found)
         return found
 
     # --- by hand --------------------------------------------------------------------------------------------------------
@@ -252,10 +253,19 @@ class BlobTier(KVTier):
     def snapshot(self) -> tuple[BlockHash, ...]:
         self.changes.drain()
         try:
-            return tuple(self._names())
+            names = tuple(self._names())
         except OSError as error:
             logger.error("the %s tier cannot be listed: %s", self.tier.name.lower(), error)
-            return ()
+            names = ()
+        self._listed = frozenset(names)
+        return names
+
+    def has_news(self) -> bool:
+        """Whether anything else is held than at the last snapshot: others write here and evict from here, too."""
+        try:
+            return frozenset(self._names()) != self._listed
+        except OSError:
+            return bool(self._listed)
 
     def stats(self) -> TierStats:
         """`blocks` is as of the last look at the store, corrected by what was done here since."""

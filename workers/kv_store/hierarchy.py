@@ -7,6 +7,7 @@ shared one are one holder each, so any worker's snapshot of them stands for all.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -14,12 +15,14 @@ from functools import partial
 
 from conductor.core.types import BlockHash, Tier, TierReport
 from workers.kv_store.base import KVTier, TierChange
+from workers.kv_store.blob_tier import BlobTier
 from workers.kv_store.opening import OpenedTiers
-from workers.kv_store.shared_directory import SharedDirectoryTier
 from workers.kv_store.write_behind import Prefix, Source, WriteBehind
 from workers.kv_transfer.base import KVArray
 
 CLOSE_TIMEOUT_S = 3.0
+MIN_TELLING_BYTES = 1 << 20
+LEARNING_RATE = 0.3
 
 
 class Hierarchy:
@@ -28,6 +31,7 @@ class Hierarchy:
     def __init__(self, opened: OpenedTiers, pool: Source, queue_blocks: int) -> None:
         self._failures = dict(opened.failures)
         self.tiers: Mapping[Tier, KVTier] = {tier.tier: tier for tier in opened.tiers}
+        self._bytes_per_s = dict(opened.bytes_per_s)
         self._writers: list[WriteBehind] = []
         above: list[Source] = []
         for tier in opened.tiers:
@@ -42,8 +46,14 @@ class Hierarchy:
         if self._writers and new > 0:
             self._writers[0].add(Prefix(tuple(names), traffic_class, new))
 
+    def was_read(self, tier: Tier, nbytes: int, duration_s: float) -> None:
+        """Learn from a restore how fast a tier is; small ones tell more of the way than of the tier."""
+        if nbytes >= MIN_TELLING_BYTES:
+            speed, known = nbytes / duration_s, self._bytes_per_s.get(tier)
+            self._bytes_per_s[tier] = speed if known is None else known + LEARNING_RATE * (speed - known)
+
     def capacities(self) -> dict[Tier, int]:
-        return {tier: kept.stats().capacity_blocks for tier, kept in self.tiers.items()}
+        return {tier: kept.capacity_blocks for tier, kept in self.tiers.items()}
 
     def changes(self) -> list[tuple[Tier, TierChange]]:
         """What was stored and removed since the last call, in order."""
@@ -55,29 +65,37 @@ class Hierarchy:
 
     def has_news(self) -> bool:
         """Whether others have changed what is held, so that a snapshot is due. Blocks."""
-        shared = self.tiers.get(Tier.SHARED)
-        return isinstance(shared, SharedDirectoryTier) and shared.has_news()
+        return any(tier.has_news() for tier in self.tiers.values() if isinstance(tier, BlobTier))
 
     def reports(self) -> tuple[TierReport, ...]:
         """How each tier is doing, those that could not be opened included. Blocks."""
         missing = [TierReport(tier=tier, failure=failure) for tier, failure in self._failures.items()]
-        return tuple(sorted([*missing, *map(_report, self._writers)], key=lambda report: report.tier))
+        return tuple(sorted([*missing, *map(self._report, self._writers)], key=lambda report: report.tier))
+
+    def _report(self, writer: WriteBehind) -> TierReport:
+        tier = writer.tier.tier
+        try:
+            stats = asdict(writer.tier.stats())
+        except OSError as error:
+            stats = {"tier": tier, "failure": str(error)}
+        return TierReport(
+            **stats,
+            dropped=writer.dropped,
+            waiting=writer.waiting_blocks,
+            read_bytes_per_s=self._bytes_per_s.get(tier),
+        )
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until what was kept has been written to all tiers; False if that took too long."""
-        return all(writer.flush(timeout_s) for writer in self._writers)
+        until_s = time.monotonic() + timeout_s
+        return all(writer.flush(max(0.0, until_s - time.monotonic())) for writer in self._writers)
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Write what can be written in time, then let go of files and memory."""
+        """Write what can be written in time, then let go of memory and files, memory first: a disk may hang."""
         self.flush(timeout_s)
         for writer in self._writers:
             writer.close()
-        for tier in self.tiers.values():
-            tier.close()
-
-
-def _report(writer: WriteBehind) -> TierReport:
-    return TierReport(**asdict(writer.tier.stats()), dropped=writer.dropped, waiting=writer.waiting_blocks)
+            writer.tier.close()
 
 
 @contextmanager

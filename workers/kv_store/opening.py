@@ -22,13 +22,14 @@ from workers.kv_store.disk import DiskLimits, DiskTier
 from workers.kv_store.files import Files
 from workers.kv_store.settings import StoreSettings
 from workers.kv_store.shared_directory import SharedDirectoryTier
-from workers.kv_store.shared_memory import SharedMemoryTier, host_directory
+from workers.kv_store.shared_memory import MEMORY_ROOT, SharedMemoryTier, host_directory
 from workers.kv_store.throttled_files import ThrottledFiles
 
 logger = logging.getLogger(__name__)
 
 PROBE_BYTES = 16 << 20
 UNKNOWN_BYTES_PER_S = 100e6
+MEMORY_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,9 @@ def _wanted(
     memory, disk = host_directory(settings.deployment, node), settings.disk_directory
     wanted: dict[Tier, tuple[Callable[[], KVTier], str, Files]] = {}
     if settings.host_bytes:
+        host_bytes = min(settings.host_bytes, memory_bytes(MEMORY_ROOT))
         wanted[Tier.HOST] = (
-            lambda: SharedMemoryTier(memory, block_format, settings.host_bytes, settings.retention),
+            lambda: SharedMemoryTier(memory, block_format, host_bytes, settings.retention),
             str(memory),
             Files(),
         )
@@ -81,6 +83,15 @@ def _wanted(
             files,
         )
     return wanted
+
+
+def memory_bytes(root: Path) -> int:
+    """What a host's tier may take of a file system in memory, which others use too; containers often have a small one."""
+    try:
+        found = os.statvfs(root)
+    except OSError:
+        return 0
+    return int(found.f_frsize * found.f_blocks * MEMORY_SHARE)
 
 
 def probe_bytes_per_s(directory: str, files: Files) -> float:

@@ -17,7 +17,7 @@ class StoreSettings:
     """`deployment` names the workers that share a host's memory. `queue_blocks` bounds what waits to be written to one tier.
 
     `disk_bytes` bounds what this worker keeps on disk, `host_bytes` and `shared_bytes` the whole tier.
-    Every `look_interval_s` a worker looks whether other clusters have changed the shared tier.
+    Every `look_interval_s` a worker looks whether others have changed what a tier holds, and sends a snapshot if so.
     `throttle_bytes_per_s` slows every read and write of disk and shared tier down, for tests and demonstrations.
     """
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from conductor.core.types import BlockHash, Tier
+from conductor.core.types import Tier
 from workers.kv_store.base import BlockFormat, KVStoreError
 from workers.kv_store.blob_tier import BlobLimits, BlobTier
 from workers.kv_store.blobs import open_blobs
@@ -43,20 +43,7 @@ class SharedDirectoryTier(BlobTier):
         stripes = [open_blobs(path, files or Files()) for path in paths]
         limits = BlobLimits(capacity_bytes, retention or RetentionPolicy(), SLACK_SHARE, TOUCH_EVERY_S)
         super().__init__(block_format, stripes, limits, clock)
-        self._listed: frozenset[BlockHash] = frozenset()
         try:
             self._describe()
         except OSError as error:
             raise KVStoreError(f"the shared tier cannot be opened in {', '.join(paths)}: {error}") from error
-
-    def snapshot(self) -> tuple[BlockHash, ...]:
-        names = super().snapshot()
-        self._listed = frozenset(names)
-        return names
-
-    def has_news(self) -> bool:
-        """Whether the store holds anything else than at the last snapshot: other clusters write to it and evict from it."""
-        try:
-            return frozenset(self._names()) != self._listed
-        except OSError:
-            return bool(self._listed)

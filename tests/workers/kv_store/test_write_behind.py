@@ -114,6 +114,34 @@ def test_a_failing_tier_holds_up_no_other(make: partial[Hierarchy], pool: Pool, 
     assert "ENOSPC" in (hierarchy.reports()[0].failure or "")
 
 
+def test_a_tier_that_cannot_be_looked_at_is_reported_as_failing(
+    make: partial[Hierarchy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file server that is gone answers nothing, not even how full it is."""
+    shared = make_shared(tmp_path)
+    hierarchy = make([shared])
+
+    def gone() -> None:
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(shared, "stats", gone)
+    assert "Stale file handle" in (hierarchy.reports()[0].failure or "")
+    assert hierarchy.capacities() == {Tier.SHARED: 40}
+
+
+def test_the_speed_of_a_tier_follows_its_restores(make: partial[Hierarchy], tmp_path: Path) -> None:
+    """From what the probe has found towards what restores take; tiny ones say nothing."""
+    hierarchy = make([make_disk(tmp_path)])
+    assert hierarchy.reports()[0].read_bytes_per_s is None
+    hierarchy.was_read(Tier.DISK, 100, 1.0)
+    assert hierarchy.reports()[0].read_bytes_per_s is None
+    hierarchy.was_read(Tier.DISK, 1 << 30, 1.0)
+    hierarchy.was_read(Tier.DISK, 1 << 20, 1.0)
+    speed = hierarchy.reports()[0].read_bytes_per_s
+    assert speed is not None
+    assert 1 << 29 < speed < 1 << 30
+
+
 def test_closing_gives_up_what_would_take_too_long(make: partial[Hierarchy], pool: Pool, tmp_path: Path) -> None:
     hierarchy = make([make_disk(tmp_path)])
     pool.gate.clear()

@@ -1,0 +1,103 @@
+"""Sixty scaled requests of the conversation look-alike through `conductor serve`, and through the simulator.
+
+The cluster that serves is the default one (2 prefill + 1 decode workers, the default model) without the host's cache, which the
+simulated one does not have. Its workers measure themselves anew before they serve; that measurement is the truth of the
+simulation. On a machine that does other work too, the two are as far apart as its load changes meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+import yaml
+
+from conductor.core.config import SchedulerConfig
+from conductor.core.types import SLO
+from models.cache import cache_root
+from tests.bench.harness import Figure, Report, at_most
+from tests.bench.served import serve
+from traces.clusters.measured import measured_profile
+from traces.clusters.profile import ClusterProfile, load_profile
+from traces.generate import generate
+from traces.outcomes import RunResult
+from traces.replay import LiveOptions, replay_live
+from traces.schema import TraceRequest
+from traces.simulator import SimulationOptions, simulate
+from traces.summary import summarise
+from traces.synthesize import scaled
+
+REQUESTS, SEED = 60, 4
+SCALE = 1 / 8  # a block of 512 tokens becomes one of 64, the block of the live cluster
+SPEED = 0.08
+PREFILL, DECODE = 2, 1
+SETTINGS = {
+    "workers": {"prefill": PREFILL, "decode": DECODE, "prefill_blocks": 384, "decode_blocks": 384, "max_batch": 16},
+    "store": {"host_mib": 0},
+}
+
+
+@contextmanager
+def unmeasured_cache(folder: Path) -> Iterator[Path]:
+    """The model's cache without the profiles that earlier runs have left."""
+    folder.mkdir()
+    for entry in cache_root().iterdir():
+        if entry.name != "profiles":
+            (folder / entry.name).symlink_to(entry)
+    before = os.environ.get("CONDUCTOR_CACHE")
+    os.environ["CONDUCTOR_CACHE"] = str(folder)
+    try:
+        yield folder
+    finally:
+        del os.environ["CONDUCTOR_CACHE"]
+        if before is not None:
+            os.environ["CONDUCTOR_CACHE"] = before
+
+
+def replay(trace: list[TraceRequest], port: int) -> RunResult:
+    options = LiveOptions(f"http://127.0.0.1:{port}", speed=SPEED, scale=SCALE)
+    return asyncio.run(replay_live(trace, options))
+
+
+def simulated(trace: list[TraceRequest], cluster: ClusterProfile) -> RunResult:
+    config = SchedulerConfig(block_tokens=cluster.block_tokens, slo=SLO())
+    rows = [scaled(request, SCALE) for request in trace]
+    return simulate(rows, SimulationOptions(cluster, PREFILL, DECODE, scheduler=config, speed=SPEED))
+
+
+def measured_cluster(folder: Path) -> ClusterProfile:
+    found = measured_profile(load_profile("smollm2-cpu"), folder / "profiles")
+    if found is None:
+        raise RuntimeError(f"the workers have left no profile in {folder}")
+    workers = SETTINGS["workers"]
+    return found[0].model_copy(update={"device_blocks": workers["prefill_blocks"], "max_batch": workers["max_batch"]})
+
+
+def run() -> Report:
+    trace = list(generate("conversation", REQUESTS, SEED))
+    with tempfile.TemporaryDirectory() as scratch, unmeasured_cache(Path(scratch) / "cache") as cache:
+        settings = Path(scratch) / "conductor.yaml"
+        settings.write_text(yaml.safe_dump(SETTINGS), encoding="utf-8")
+        with serve("--config", str(settings)) as served:
+            live = summarise(replay(trace, served.port))
+        ours = summarise(simulated(trace, measured_cluster(cache)))
+    return Report("sim_vs_live", figures(live, ours), "python -m tests.bench sim_vs_live", {"live": live, "simulated": ours})
+
+
+def figures(live: dict[str, object], ours: dict[str, object]) -> list[Figure]:
+    live_s, ours_s = (cast(dict[str, float], report["ttft_s"])["mean"] for report in (live, ours))
+    live_hits, ours_hits = (cast(float, report["token_hit_ratio"]) for report in (live, ours))
+    return [
+        Figure("live_completed", float(cast(int, live["completed"])), "requests", f"{REQUESTS}", live["completed"] == REQUESTS),
+        Figure("live_mean_ttft", live_s, "s"),
+        Figure("simulated_mean_ttft", ours_s, "s"),
+        at_most("ttft_apart", abs(ours_s / live_s - 1), 0.2, "of live", f"simulated / live = {ours_s / live_s:.3f}"),
+        Figure("live_hits", live_hits, "of tokens"),
+        Figure("simulated_hits", ours_hits, "of tokens"),
+        at_most("hits_apart", abs(ours_hits - live_hits) * 100, 2.0, "points"),
+    ]
