@@ -75,5 +75,5 @@ def test_the_javascript_client(served: Served, tmp_path: Path) -> None:
     assert "Paris" in seen["completion"]
     assert seen["decision"]
     assert seen["left"]
-    assert seen["refused"] == ["NotFoundError", 404, "model_not_found", "model"]
+    assert seen["refused"] == ["BadRequestError", 400, "model_not_found", "model"]
     eventually(lambda: metric(served, "conductor_cluster_in_flight") == 0, within_s=20)
