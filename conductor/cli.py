@@ -59,7 +59,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")
 
 
 def main() -> None:
-    """Entry point. Mounts the trace commands unless a command of this module is named."""
+    """Entry point. Mounts the trace commands unless a command that needs none of them is named."""
+    from conductor import cluster_commands
+
+    cluster_commands.register(app)
     own = {
         "serve",
         "config",
@@ -72,6 +75,8 @@ def main() -> None:
         "counterfactual",
         "doctor",
         "top",
+        "drain",
+        "demo",
         "--version",
     }
     if not own & set(sys.argv[1:2]):

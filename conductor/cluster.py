@@ -53,13 +53,15 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """One worker to keep running: the class of its actor and what that is made from."""
+    """One worker to keep running: the class of its actor and what that is made from. `direct_transport`: it moves tensors
+    through Ray itself."""
 
     id: WorkerId
     role: Role
     threads: int
     actor_class: type
     config: Any
+    direct_transport: bool = False
 
 
 class ConductorActor(ConductorRuntime):
@@ -69,7 +71,8 @@ class ConductorActor(ConductorRuntime):
         log = None if logs is None else logs.open_run(config)
         scheduler = Scheduler(config, policy=load_policy(config.policy))
         self._config = config
-        super().__init__(scheduler, log, Ports(is_worker_loss=is_worker_loss, on_fatal=_exit_process))
+        ports = Ports(is_worker_loss=is_worker_loss, on_fatal=_exit_process, stop_worker=_kill)
+        super().__init__(scheduler, log, ports)
 
     async def join(self, spec: WorkerSpec, handle: Any) -> int:
         """`add_worker` with this actor as the one to report to. Raises ValueError for a worker that cannot belong here."""
@@ -114,6 +117,7 @@ def _store_settings(config: Config) -> StoreSettings:
 
 def _plan(config: Config, store: StoreSettings, role: Role, number: int, actor_class: type) -> WorkerPlan:
     from workers.config import WorkerConfig
+    from workers.kv_transfer.throttled import LinkLimit
 
     section = config.workers
     worker_id = f"{section.id_prefix}{role.value}-{number}"
@@ -133,13 +137,14 @@ def _plan(config: Config, store: StoreSettings, role: Role, number: int, actor_c
             kv_dtype=config.model.kv_dtype,
             weights=config.model.weights,
             transport=section.transport,
+            link=LinkLimit(section.link_gbps, section.link_latency_ms),
             transport_codec=section.transport_codec,
             profile_budget_s=section.profile_budget_s,
             store=store,
         )
     except ValueError as error:
         raise ClusterError(f"workers: {error}") from None
-    return WorkerPlan(worker_id, role, section.threads, actor_class, worker_config)
+    return WorkerPlan(worker_id, role, section.threads, actor_class, worker_config, "rdt_" in section.transport)
 
 
 def stored_blocks(directory: Path, *, payloads: bool) -> Iterator[Any]:
@@ -270,7 +275,9 @@ class Cluster:
             options |= {"resources": demand.resources, "scheduling_strategy": strategy}
         if self.config.cluster.address is not None:  # a local Ray has inherited it, which spares a slow set-up
             options |= {"runtime_env": {"env_vars": actor_environment(plan.threads)}}
-        return ray.remote(plan.actor_class).options(**options).remote(plan.config)
+        direct = ray.remote(enable_tensor_transport=True)  # type: ignore[call-overload]  # its annotations lack it
+        actor = direct(plan.actor_class) if plan.direct_transport else ray.remote(plan.actor_class)
+        return actor.options(**options).remote(plan.config)
 
     def _life(self) -> dict[str, Any]:
         return {"lifetime": "detached"} if self.config.cluster.detached else {}
@@ -308,12 +315,16 @@ class Cluster:
     # --- supervision --------------------------------------------------------------------------------------------------
 
     async def _supervise(self, plan: WorkerPlan) -> None:
-        """Start the worker again whenever it is lost, with growing pauses while it cannot start."""
+        """Start the worker again whenever it is lost, with growing pauses while it cannot start, unless it was drained."""
         section = self.config.cluster
         delay_s = section.restart_delay_s
         while True:
             await until_gone(self._handles[plan.id])
             _kill(self._handles[plan.id])
+            if await self._retired(plan.id):
+                logger.info("worker %s has been drained and is not started again", plan.id)
+                self._specs.pop(plan.id, None)
+                return
             if not section.restart_workers:
                 logger.warning("worker %s is lost and is not started again (cluster.restart_workers is off)", plan.id)
                 return
@@ -326,6 +337,14 @@ class Cluster:
                 logger.error("worker %s could not be started again: %s", plan.id, error)
                 _kill(self._handles[plan.id])
                 delay_s = min(MAX_RESTART_DELAY_S, 2 * max(delay_s, section.restart_delay_s))
+
+    async def _retired(self, worker_id: WorkerId) -> bool:
+        try:
+            retired: bool = await self.conductor.retired.remote(worker_id)
+        except Exception as error:
+            logger.info("the Conductor does not say whether %s was drained: %s", worker_id, type(error).__name__)
+            return False
+        return retired
 
     async def _supervise_conductor(self) -> None:
         """Introduce the workers again whenever the Conductor's process was started again."""

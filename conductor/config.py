@@ -101,13 +101,19 @@ class WorkersSection(Section):
     prefill_blocks: int = Field(default=384, ge=8, description="KV blocks of one prefill worker")
     decode_blocks: int = Field(default=384, ge=8, description="KV blocks of one decode worker")
     chunk_tokens: PositiveInt = Field(default=512, description="longest run of prompt tokens computed in one step")
-    transport: str = Field(default="object_store", description="how KV moves between workers")
+    transport: str = Field(
+        default="object_store", description="how KV moves between workers: a name, several in order, or auto"
+    )
     profile_budget_s: PositiveFloat = Field(default=20.0, description="time to measure a model on a machine, on first use")
     transport_codec: Literal["fp32", "bf16", "fp16", "fp8", "int8", "fp4", "mxfp4"] | None = Field(
         default=None, description="number format in which KV moves between workers; null: as it is cached"
     )
     max_batch: PositiveInt = Field(default=16, description="sequences that a decode worker runs together")
     speculative_tokens: int = Field(default=0, ge=0, le=16, description="tokens guessed ahead by prompt lookup; 0: none")
+    link_gbps: float | None = Field(
+        default=None, gt=0, description="slow every worker's link down to this; null leaves it alone"
+    )
+    link_latency_ms: float = Field(default=0.0, ge=0, description="delay added to every transfer")
 
 
 class StoreSection(Section):

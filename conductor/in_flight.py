@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 
 from conductor.core.messages import GenerationJob
-from conductor.core.types import Decision, Placement, RequestId
+from conductor.core.types import Decision, Placement, RequestId, WorkerId
 
 
 @dataclass(slots=True)
@@ -44,6 +44,11 @@ class InFlight:
     def placement(self, request_id: RequestId) -> Placement | None:
         entry = self._entries.get(request_id)
         return None if entry is None else entry.placement
+
+    def uses(self, worker_id: WorkerId) -> bool:
+        """Whether a placed request needs the worker."""
+        placements = [entry.placement for entry in self._entries.values() if entry.placement is not None]
+        return any(worker_id in (placement.prefill, placement.decode) for placement in placements)
 
     def place(self, placement: Placement) -> GenerationJob | None:
         """Note the placement and hand it to whoever waits; the payload to send, or None for an unknown request."""

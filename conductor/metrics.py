@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -149,6 +150,7 @@ class ClusterFigures(Collector):
             yield GaugeMetricFamily(f"conductor_cluster_{metric_name(name)}", f"Cluster figure {name}", value=value)
         yield worker_info(status.workers)
         yield from worker_figures(status.workers)
+        yield from link_figures(status.workers)
 
 
 def worker_info(workers: Mapping[str, Mapping[str, object]]) -> Metric:
@@ -169,6 +171,19 @@ def worker_figures(workers: Mapping[str, Mapping[str, object]]) -> Iterable[Metr
         family = GaugeMetricFamily(f"conductor_worker_{name}", f"Worker figure {name}", labels=["worker"])
         for worker, value in values:
             family.add_metric([worker], value)
+        yield family
+
+
+LINK_FIGURES = {"bytes_per_s": "Measured bandwidth of a link", "latency_s": "Measured latency of a link"}
+
+
+def link_figures(workers: Mapping[str, Mapping[str, Any]]) -> Iterable[Metric]:
+    """What KV really comes over, from each peer to each worker."""
+    for figure, words in LINK_FIGURES.items():
+        family = GaugeMetricFamily(f"conductor_link_{figure}", words, labels=["worker", "source", "transport"])
+        for worker, figures in sorted(workers.items()):
+            for source, link in figures.get("links", {}).items():
+                family.add_metric([worker, source, link["transport"]], link[figure])
         yield family
 
 

@@ -24,6 +24,7 @@ from conductor.core.commands import Command
 from conductor.core.events import Event
 from conductor.core.messages import GenerationJob
 from conductor.core.types import Decision, RequestId, WorkerId, WorkerSpec
+from conductor.draining import Drains
 from conductor.engine_client import ClusterStatus
 from conductor.flight_log import FlightLogWriter
 from conductor.in_flight import InFlight
@@ -51,11 +52,12 @@ class SchedulerStoppedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """What surrounds the runtime. `on_fatal` is called once, when the scheduler broke."""
+    """What surrounds the runtime. `on_fatal` is called once, when the scheduler broke; `stop_worker` ends one's process."""
 
     clock: Callable[[], float] = time.monotonic
     is_worker_loss: Callable[[BaseException], bool] = lambda error: False
     on_fatal: Callable[[Exception], None] = lambda error: None
+    stop_worker: Callable[[Any], None] = lambda handle: None
 
 
 @dataclass(slots=True)
@@ -73,12 +75,12 @@ class ConductorRuntime:
     """Drives one scheduler. All methods run on one event loop; `stop` after the last call."""
 
     def __init__(self, scheduler: SchedulerPort, flight_log: FlightLogWriter | None = None, ports: Ports | None = None) -> None:
-        self._scheduler = scheduler
-        self._flight_log = flight_log
+        self._scheduler, self._flight_log = scheduler, flight_log
         self._ports = ports or Ports()
         self._inbox: asyncio.Queue[tuple[float, Event]] = asyncio.Queue()
         self._calls = WorkerCalls(self._post, self._ports.is_worker_loss)
         self._in_flight = InFlight()
+        self._drains = Drains(self._ports.stop_worker, self._in_flight.uses)
         self._mailboxes: dict[str, Mailbox[Notice]] = {}
         self._counters = Counters()
         self._last_epoch = 0
@@ -182,8 +184,7 @@ class ConductorRuntime:
         workers = dict(sorted(self._calls.workers.items()))
         belief = self._scheduler.worker_belief()
         counters = {name: float(value) for name, value in asdict(self._counters).items()}
-        counters["inbox"] = float(self._inbox.qsize())
-        counters["in_flight"] = float(len(self._in_flight))
+        counters |= {"inbox": float(self._inbox.qsize()), "in_flight": float(len(self._in_flight))}
         counters["call_failures"] = float(self._calls.failures)
         return ClusterStatus(
             ready=reason is None,
@@ -216,9 +217,16 @@ class ConductorRuntime:
         return worker.epoch
 
     async def drain_worker(self, worker_id: WorkerId) -> None:
-        """Give the worker no new work. Raises KeyError for an unknown worker."""
-        self._calls.workers[worker_id].draining = True
+        """Give the worker no new work, and stop it when it has nothing left to do. Raises KeyError for an unknown worker."""
+        worker = self._calls.workers[worker_id]
+        if not worker.draining:
+            self._calls.spawn(self._drains.finish(worker))
+        worker.draining = True
         self._post(ev.WorkerDraining(worker_id))
+
+    async def retired(self, worker_id: WorkerId) -> bool:
+        """Whether it has been drained, so that nobody should start it again."""
+        return worker_id in self._drains.retired
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -283,6 +291,7 @@ class ConductorRuntime:
 
     def _observe(self, event: Event) -> None:
         """What follows from an event for payloads and handles, before its commands are carried out."""
+        self._drains.observe(event)
         if isinstance(event, ev.RequestFinished):
             self._in_flight.forget(event.request_id, event.attempt)
         elif isinstance(event, ev.RequestCancelled):
@@ -357,6 +366,7 @@ class ConductorRuntime:
             gone = command.target.owner if target is None else command.source.owner
             self._post(ev.TransferFailed(command.transfer_id, f"no worker at {gone}"))
             return
+        self._drains.transfer_began(command)
         self._calls.call(
             target,
             lambda handle: handle.pull_blocks.remote(command.transfer_id, source, command.blocks),

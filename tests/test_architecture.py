@@ -148,6 +148,7 @@ def test_ttft_is_estimated_in_one_place() -> None:
 def test_ray_is_imported_by_composer_drivers_and_actors_only() -> None:
     allowed = (
         "conductor/cluster.py",
+        "conductor/cluster_commands.py",
         "conductor/connection.py",
         "conductor/runtime.py",
         "conductor/ray_engine_client.py",

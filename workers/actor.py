@@ -32,7 +32,10 @@ from workers.jobs import JobKey, job_key, last_output
 from workers.kv_store.base import KVStoreError
 from workers.kv_store.hierarchy import Hierarchy
 from workers.kv_transfer.base import KVTicket, TransferError
+from workers.kv_transfer.blocks import KVBlocks
+from workers.kv_transfer.paired import PairedTransports
 from workers.output_channels import OutputChannels
+from workers.pairs import Pairs
 from workers.reporter import Reporter
 
 logger = logging.getLogger(__name__)
@@ -50,6 +53,7 @@ class Offer:
     blocks: tuple[BlockHash, ...]
     first: int
     ticket: KVTicket
+    worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,8 @@ class WorkerActor(ABC):
         self._parts = build(config)
         self.engine = self._parts.engine
         self.cache = self.engine.cache
-        self.transport = self._parts.transport
+        self.transport = PairedTransports(self.cache.kv, self._parts.transports)
+        self.transport.register(self.cache.rows)
         warm_up(self.engine)
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._transfer = ThreadPoolExecutor(TRANSFER_THREADS, thread_name_prefix="kv-transfer")
@@ -80,7 +85,9 @@ class WorkerActor(ABC):
         self._ended: OrderedDict[JobKey, bool] = OrderedDict()  # whether it ended in the ordinary way
         self._tasks: set[asyncio.Task[Any]] = set()
         self._wake = asyncio.Event()
+        self._pairs = Pairs(self.id, self.transport, self._move, self._spawn)
         self._started = False
+        self._in_loop: Callable[..., Any]  # has the event loop make a call, from any thread
 
     @property
     def id(self) -> WorkerId:
@@ -106,6 +113,7 @@ class WorkerActor(ABC):
         """Report to `conductor` from now on, first a snapshot."""
         self._start()
         self._reporter.attach(conductor, epoch)
+        self._pairs.tell_again()
 
     async def snapshot(self) -> None:
         self._reporter.ask_snapshot()
@@ -131,7 +139,9 @@ class WorkerActor(ABC):
             "cached_idle_blocks": self.cache.idle,
             "pinned_blocks": self.cache.pinned,
             "offers": self.transport.offered,
-            "protocol": self.transport.protocol,
+            "protocols": self.transport.protocols,
+            "transport_of_peer": self.transport.chosen(),
+            "transport_fallbacks": self.transport.fallbacks,
             "unread_outputs": self._channels.unread,
             "attached": self._reporter.attached,
             "pid": os.getpid(),
@@ -155,8 +165,8 @@ class WorkerActor(ABC):
 
     # --- blocks between workers ---------------------------------------------------------------------------------------
 
-    async def offer_blocks(self, blocks: Sequence[BlockHash], first: int = 0) -> Offer | None:
-        """Pin the longest held prefix of `blocks`, which begin at a root, and publish it without its first `first` ones.
+    async def offer_blocks(self, blocks: Sequence[BlockHash], first: int = 0, peer: WorkerId | None = None) -> Offer | None:
+        """Pin the longest held prefix of `blocks`, which begin at a root, and publish it for `peer`, all but its first `first`.
 
         None when no more than `first` are held. The offer ends with `release_offer` or its lease.
         """
@@ -167,12 +177,12 @@ class WorkerActor(ABC):
             self.cache.release(ids)
             return None
         try:
-            ticket = await self._move(self._publish, ids[first:])
+            ticket = await self._move(self._publish, ids[first:], peer)
         except BaseException:
             self.cache.release(ids)
             raise
         self._offers[ticket.id] = ids
-        return Offer(ticket.id, tuple(blocks[: len(ids)]), first, ticket)
+        return Offer(ticket.id, tuple(blocks[: len(ids)]), first, ticket, self.id)
 
     async def release_offer(self, offer_id: str) -> None:
         self.transport.release(offer_id)
@@ -197,21 +207,38 @@ class WorkerActor(ABC):
             return Pulled()
         began_s = time.perf_counter()
         async with asyncio.timeout(self.config.lease_s):
-            offer: Offer | None = await source.offer_blocks.remote(tuple(blocks), held)
+            offer = await self._take_offer(source, blocks, held)
+            while offer is None:  # over a transport that failed; the source has another
+                offer = await self._take_offer(source, blocks, held)
+        self._reporter.touch()
+        self._pairs.fetching_from(offer.worker, source)
+        return Pulled(len(offer.blocks) - offer.first, offer.ticket.nbytes, time.perf_counter() - began_s)
+
+    async def _take_offer(self, source: Any, blocks: Sequence[BlockHash], held: int) -> Offer | None:
+        """Have the missing blocks offered, and keep them. None when the transport failed and the source has another."""
+        with self.transport.meter.transfer() as moved:
+            offer: Offer | None = await source.offer_blocks.remote(tuple(blocks), held, self.id)
             if offer is None:
                 raise TransferError(f"the source holds none of the {len(blocks) - held} missing blocks")
             try:
-                await self._move(self._fetch_prefix, offer)
+                full = await self._move(self._fetch_prefix, offer)
+            except TransferError as error:
+                if await source.shun_transport.remote(self.id, offer.ticket.transport, failure_text(error)):
+                    return None
+                raise
             finally:
                 self._spawn(quietly(source.release_offer.remote(offer.id)))
-        self._reporter.touch()
-        return Pulled(len(offer.blocks) - offer.first, offer.ticket.nbytes, time.perf_counter() - began_s)
+            if full is not None:
+                raise TransferError(f"{full.needed} blocks are needed for a pull, {full.available} can be had")
+            moved.was(offer.worker, offer.ticket.transport, offer.ticket.nbytes)
+        self._report_link(offer.worker)
+        return offer
 
-    def _fetch_prefix(self, offer: Offer) -> None:
-        arrays = self.transport.fetch(offer.ticket, self.config.lease_s)
-        full = self.cache.import_prefix(offer.blocks, offer.first, arrays)
-        if isinstance(full, OutOfBlocks):
-            raise TransferError(f"{full.needed} blocks are needed for a pull, {full.available} can be had")
+    def _fetch_prefix(self, offer: Offer) -> OutOfBlocks | None:
+        def fill(into: KVBlocks, skip: int) -> None:
+            self.transport.fetch(offer.ticket, into, self.config.lease_s, skip)
+
+        return self.cache.import_prefix(offer.blocks, offer.first, fill)
 
     async def _restore(self, tier: Tier, blocks: Sequence[BlockHash]) -> Restored:
         """Bring a prefix up from a tier of this worker into its device pool, as far as it is there."""
@@ -229,8 +256,25 @@ class WorkerActor(ABC):
             if self.cache.match(blocks) < len(blocks):
                 await self._restore(tier, blocks)
 
-    def _publish(self, ids: list[int]) -> KVTicket:
-        return self.transport.offer(self.cache.read(ids), self.config.lease_s)
+    def _publish(self, ids: list[int], peer: WorkerId | None) -> KVTicket:
+        return self.transport.offer(self.cache.blocks(ids), self.config.lease_s, peer)
+
+    async def offer_probes(self) -> list[KVTicket]:
+        """A small offer over each transport, for a peer to rank them by."""
+        tickets: list[KVTicket] = await self._move(self.transport.offer_probes)
+        return tickets
+
+    async def rank_transports(self, peer: WorkerId, tickets: Sequence[KVTicket]) -> tuple[str, ...]:
+        """The transports by which a peer's probes came here, fastest first."""
+        ranked: tuple[str, ...] = await self._move(self.transport.rank_probes, peer, tickets)
+        return ranked
+
+    async def use_transports(self, peer: WorkerId, ranked: Sequence[str]) -> None:
+        self.transport.use(peer, ranked)
+
+    async def shun_transport(self, peer: WorkerId, name: str, reason: str) -> bool:
+        """A transport has failed `peer`; tells whether another one takes its place."""
+        return self.transport.shun(peer, name, reason)
 
     # --- for the two kinds --------------------------------------------------------------------------------------------
 
@@ -257,7 +301,8 @@ class WorkerActor(ABC):
             return
         self._started = True
         loop = asyncio.get_running_loop()
-        self.cache.on_freed = lambda: _wake_from_any_thread(loop, self._on_blocks_freed)
+        self._in_loop = loop.call_soon_threadsafe
+        self.cache.on_freed = lambda: self._in_loop(self._on_blocks_freed)
         self._spawn(self._reporter.run())
         self._spawn(self._keep_reaping())
         self._spawn(self._keep_telling_of_tiers())
@@ -304,6 +349,12 @@ class WorkerActor(ABC):
         """In a transfer thread."""
         return await asyncio.get_running_loop().run_in_executor(self._transfer, function, *args)
 
+    def _report_link(self, peer: WorkerId) -> None:
+        """Tell what the link from a peer is worth, when that has changed."""
+        news = self._pairs.link_news(peer, self._reporter.epoch) if self._reporter.attached else None
+        if news is not None:
+            self._report(news)
+
     def _report(self, *events: Event) -> None:
         self._reporter.add(*events)
 
@@ -322,10 +373,6 @@ class WorkerActor(ABC):
         self._end(job_key(job))
         self._report(RequestFailed(job.request.id, job.request.attempt, blamed or self.id, message))
         self._emit(job, last_output(job, self.id, job.request.emitted_tokens, FinishReason.FAILED, message))
-
-
-def _wake_from_any_thread(loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
-    loop.call_soon_threadsafe(wake)
 
 
 def failure_text(error: BaseException) -> str:

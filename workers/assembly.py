@@ -7,7 +7,7 @@ and other models put theirs in its place.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -33,7 +33,8 @@ from workers.kv_store.base import BlockFormat
 from workers.kv_store.opening import OpenedTiers, open_tiers
 from workers.kv_store.settings import StoreSettings
 from workers.kv_transfer.base import KVDescriptor, KVTransport
-from workers.kv_transfer.select import make_transport
+from workers.kv_transfer.blocks import KVBlocks
+from workers.kv_transfer.select import make_transports
 from workers.kv_transfer.throttled import LinkLimit
 from workers.profiler import Profiler
 from workers.sequence import KVSequence, Prompt
@@ -47,7 +48,7 @@ class WorkerParts:
     """`root_of(domain)` is the hash that the first block of a prompt of a cache domain chains to."""
 
     engine: Engine
-    transport: KVTransport
+    transports: Mapping[str, KVTransport]  # by name, in order of preference
     profile: CostProfile
     model_name: str
     root_of: Callable[[str], BlockHash]
@@ -77,7 +78,7 @@ def build_parts(config: WorkerConfig) -> WorkerParts:
     moved = profile.kv_bytes_per_token if codec is None else moved_bytes(engine.cache.kv, codec)
     return WorkerParts(
         engine=engine,
-        transport=coded_transport(config, engine.cache.kv, codec),
+        transports=coded_transports(config, engine.cache.kv, codec),
         profile=replace(profile, kv_bytes_per_token=moved, tier_bytes_per_s=tiers.speeds()),
         tiers=tiers,
         model_name=loaded.card.name,
@@ -91,10 +92,11 @@ def graphed(model: CausalLM, cache: DeviceCache) -> CausalLM:
     return GraphedDecode(model, cache.paged) if on_cuda and isinstance(model, Llama) else model
 
 
-def coded_transport(config: WorkerConfig, kv: KVDescriptor, codec: BlockCodec | None) -> KVTransport:
+def coded_transports(config: WorkerConfig, kv: KVDescriptor, codec: BlockCodec | None) -> Mapping[str, KVTransport]:
     if codec is None:
-        return make_transport(config.transport, kv, config.link)
-    return CodedTransport(make_transport(config.transport, coded_descriptor(kv, codec), config.link), codec)
+        return make_transports(config.transport, kv, config.link)
+    plain = make_transports(config.transport, coded_descriptor(kv, codec), config.link)
+    return {name: CodedTransport(transport, codec) for name, transport in plain.items()}
 
 
 def moved_bytes(kv: KVDescriptor, codec: BlockCodec) -> int:
@@ -126,7 +128,7 @@ def measured_profile(config: WorkerConfig, loaded: LoadedModel, cache: DeviceCac
 
     Transfers are measured over the transport without its throttle, which is added afterwards: it is no property of the machine.
     """
-    transport = make_transport(config.transport, PROBE)
+    transport = next(iter(make_transports(config.transport, PROBE).values()))
     profiler = Profiler(
         loaded.model,
         cache.paged,
@@ -147,9 +149,9 @@ def computed_by(config: WorkerConfig) -> str:
 
 def round_trip(transport: KVTransport, nbytes: int) -> None:
     """Move `nbytes`, rounded to whole probe blocks, from memory through the transport into memory, as a hand-over does."""
-    source = np.zeros((max(1, nbytes // PROBE.layer_block_bytes), PROBE.layer_block_bytes), dtype=np.uint8)
-    ticket = transport.offer([source], PROFILE_LEASE_S)
-    np.copyto(source, transport.fetch(ticket, PROFILE_LEASE_S)[0])
+    memory = np.zeros((max(1, nbytes // PROBE.layer_block_bytes), PROBE.layer_block_bytes), dtype=np.uint8)
+    ticket = transport.offer(KVBlocks.of([memory]), PROFILE_LEASE_S)
+    transport.fetch(ticket, KVBlocks.of([memory]), PROFILE_LEASE_S)
     transport.release(ticket.id)
 
 

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Generic, TypeVar
 
 DEFAULT_CHUNK_TOKENS = 512
+MIN_GROUP_BYTES = 4 << 20  # below this a transfer costs more for being one than for its bytes
+MAX_GROUPS = 6
 K = TypeVar("K", bound=Hashable)
 
 
@@ -94,3 +97,13 @@ def _admit(waiting: Sequence[Waiting[K]], available: int, seats: int) -> tuple[K
             available -= sequence.blocks_needed
             admitted.append(sequence.key)
     return tuple(admitted)
+
+
+def layer_groups(num_layers: int, layer_bytes: int) -> list[range]:
+    """How the layers of a chunk, whose new KV is `layer_bytes` a layer, are sent: even groups, each worth sending.
+
+    The last group is what a decode worker waits for after the computing, so there are several where that pays.
+    """
+    count = max(1, min(MAX_GROUPS, num_layers, num_layers * layer_bytes // MIN_GROUP_BYTES))
+    bounds = [num_layers * number // count for number in range(count + 1)]
+    return [range(start, stop) for start, stop in pairwise(bounds)]

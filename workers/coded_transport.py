@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from models.base import KVLayout
 from models.kv_codec import BlockCodec
-from workers.kv_transfer.base import KVArray, KVDescriptor, KVTicket, KVTransport
+from workers.kv_transfer.base import KVDescriptor, KVTicket, KVTransport
+from workers.kv_transfer.blocks import KVArray, KVBlocks
 
 
 def coded_descriptor(kv: KVDescriptor, codec: BlockCodec) -> KVDescriptor:
@@ -49,12 +51,19 @@ class CodedTransport(KVTransport):
     def offered(self) -> int:
         return self._inner.offered
 
-    def offer(self, arrays: Sequence[KVArray], lease_s: float) -> KVTicket:
-        return self._inner.offer([self._codec.encode(torch.from_numpy(array)).numpy() for array in arrays], lease_s)
+    def register(self, rows: Sequence[KVArray]) -> None:
+        """The cache's own memory is never moved from or to, only what is packed from it."""
 
-    def fetch(self, ticket: KVTicket, timeout_s: float) -> list[KVArray]:
-        packed = self._inner.fetch(ticket, timeout_s)
-        return [self._codec.decode(torch.from_numpy(array)).numpy() for array in packed]
+    def offer(self, blocks: KVBlocks, lease_s: float) -> KVTicket:
+        packed = [self._codec.encode(torch.from_numpy(array)).numpy() for array in blocks.copy()]
+        return self._inner.offer(KVBlocks.of(packed, blocks.first_layer), lease_s)
+
+    def fetch(self, ticket: KVTicket, into: KVBlocks, timeout_s: float, first: int = 0) -> None:
+        shape = len(into.ids), self._codec.layer_block_bytes
+        packed = KVBlocks.of([np.empty(shape, np.uint8) for _ in into.rows], into.first_layer)
+        self._inner.fetch(ticket, packed, timeout_s, first)
+        for layer, array in enumerate(packed.rows):
+            into.fill(layer, self._codec.decode(torch.from_numpy(array)).numpy())
 
     def release(self, ticket_id: str) -> None:
         self._inner.release(ticket_id)

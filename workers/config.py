@@ -10,7 +10,7 @@ from conductor.core.types import Role
 from models.kv_layout import FORMATS
 from workers.batching import DEFAULT_CHUNK_TOKENS
 from workers.kv_store.settings import StoreSettings
-from workers.kv_transfer.select import TRANSPORTS
+from workers.kv_transfer.select import transport_names
 from workers.kv_transfer.throttled import LinkLimit
 
 WEIGHT_FORMATS = ("full", "int8")
@@ -22,6 +22,7 @@ class WorkerConfig:
     """One worker. Its KV memory is `num_blocks` blocks, or as many as fit into `kv_memory_bytes`; exactly one is given.
 
     `node`, `rack` and `zone` name where it runs (node None: the host's name). `profile` None: measured on first use.
+    `transport` is one, several in order of preference, separated by commas, or `auto`.
     `transport_codec`: the number format in which KV moves (None: as it is cached).
     `speculative_tokens`: how many tokens ahead decode guesses by prompt lookup.
     `lease_s` bounds how long an offer or an unfinished hand-over may hold blocks.
@@ -73,7 +74,7 @@ class WorkerConfig:
         _one_of("compute_dtype", self.compute_dtype, DTYPES)
         _one_of("kv_dtype", self.kv_dtype, DTYPES)
         _one_of("weights", self.weights, WEIGHT_FORMATS)
-        _one_of("transport", self.transport, tuple(TRANSPORTS))
+        transport_names(self.transport)
         if self.transport_codec is not None:
             _one_of("transport_codec", self.transport_codec, tuple(FORMATS))
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from conductor.core.events import HandoverFinished, RequestFinished
 from conductor.core.messages import GenerationJob, TokenOutput
-from conductor.core.types import FinishReason, Placement, RequestId, WorkerLoad
+from conductor.core.types import FinishReason, Placement, RequestId, WorkerId, WorkerLoad
 from models.sampling import SampledToken
 from workers.actor import WorkerActor, failure_text
 from workers.assembly import Build, build_parts
@@ -66,7 +66,7 @@ class DecodeWorker(WorkerActor):
     async def receive_parts(self, job: GenerationJob, placement: Placement, parts: Sequence[HandoverPart]) -> None:
         """Take KV of a prompt while the rest of it is still being computed. Late, repeated and failed parts do no harm."""
         self._start()
-        incoming = self._open(job)
+        incoming = self._open(job, placement.prefill)
         if incoming is not None:
             await self._receiver.receive(incoming, parts)
 
@@ -75,7 +75,7 @@ class DecodeWorker(WorkerActor):
     ) -> None:
         """Take all KV of a prompt and go on from its first token; returns when the KV is here. Raises `HandoverRefused`."""
         self._start()
-        incoming = self._open(job)
+        incoming = self._open(job, placement.prefill)
         if incoming is None:
             return
         if incoming.accepting is None:
@@ -111,11 +111,12 @@ class DecodeWorker(WorkerActor):
             decode_batch=len(self._running),
             decode_context_tokens=sum(len(active.sequence.tokens) for active in self._running.values()),
             free_blocks=self.cache.available,
+            transport_fallbacks=self.transport.fallbacks,
         )
 
     # --- hand-overs ---------------------------------------------------------------------------------------------------
 
-    def _open(self, job: GenerationJob) -> Incoming | None:
+    def _open(self, job: GenerationJob, source: WorkerId) -> Incoming | None:
         """The hand-over of this attempt; None when it has been taken already. Raises `HandoverRefused`."""
         key = job_key(job)
         if key in self._running or key in self._waiting or self._ended.get(key, False):
@@ -128,7 +129,8 @@ class DecodeWorker(WorkerActor):
             problem = refusal(job, self.engine)
             if problem is not None:
                 raise HandoverRefused(problem)
-            incoming = Incoming(job, prompt_of(job, self._parts.root_of(job.request.cache_domain)), lease_end_s)
+            prompt = prompt_of(job, self._parts.root_of(job.request.cache_domain))
+            incoming = Incoming(job, source, prompt, lease_end_s)
             incoming.reserving = self._spawn(self._receiver.reserve(incoming, self._may_let_in))
             self._incoming[key] = incoming
         incoming.deadline_s = lease_end_s
@@ -152,6 +154,7 @@ class DecodeWorker(WorkerActor):
         del self._incoming[key]
         self._waiting[key] = _Active(incoming.job, sequence)
         self._report(HandoverFinished(*key, incoming.nbytes, incoming.transfer_s))
+        self._report_link(incoming.source)
         self._wake.set()
 
     async def _drop(self, incoming: Incoming) -> None:

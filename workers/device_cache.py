@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -17,7 +18,11 @@ from conductor.core.types import BlockHash
 from models.base import KVLayout, PagedKVCache
 from models.host_copies import HostCopies
 from workers.block_pool import BlockId, BlockPool, OutOfBlocks, PoolChange
-from workers.kv_transfer.base import KVArray, KVDescriptor
+from workers.kv_transfer.base import KVDescriptor
+from workers.kv_transfer.blocks import KVArray, KVBlocks
+
+Fill: TypeAlias = Callable[[KVBlocks, int], None]
+"""Fills blocks with what is wanted there, leaving out as many blocks at the front of that as the number says."""
 
 
 def describe_layout(layout: KVLayout, block_tokens: int) -> KVDescriptor:
@@ -153,8 +158,33 @@ class DeviceCache:
         for rows, array in zip(self._rows, arrays, strict=True):
             rows[where] = array
 
-    def import_prefix(self, hashes: Sequence[BlockHash], first: int, arrays: Sequence[KVArray]) -> OutOfBlocks | None:
-        """Keep fetched blocks: `arrays` holds the KV of `hashes[first:]`, whose ancestors `hashes[:first]` are cached here.
+    @property
+    def rows(self) -> list[KVArray]:
+        """All memory that transfers may read and write, one array a layer; nothing where it is out of their reach."""
+        return [] if self._rows is None else self._rows
+
+    def blocks(self, ids: Sequence[BlockId], layers: range | None = None) -> KVBlocks:
+        """Pinned blocks for a transfer to read: where they lie, or a copy where a transfer cannot reach them."""
+        chosen = range(self.kv.num_layers) if layers is None else layers
+        if self._rows is None:
+            data = self._copies.to_host(self.paged.gather(ids, chosen))
+            return KVBlocks.of([_rows(layer) for layer in data], chosen.start)
+        return KVBlocks(tuple(self._rows[chosen.start : chosen.stop]), tuple(ids), chosen.start)
+
+    def fill(self, ids: Sequence[BlockId], fill: Callable[[KVBlocks], None], layers: range | None = None) -> None:
+        """Have a transfer write blocks that belong to the caller. When `fill` raises, they hold anything."""
+        chosen = range(self.kv.num_layers) if layers is None else layers
+        if self._rows is not None:
+            fill(self.blocks(ids, chosen))
+            return
+        layout = self.paged.layout
+        shape = (len(chosen), len(ids), self.block_tokens, *layout.token_shape)
+        staged = torch.empty(shape, dtype=layout.dtype)
+        fill(KVBlocks.of([_rows(layer) for layer in staged], chosen.start))
+        self.paged.scatter(ids, self._copies.to_device(staged), chosen)
+
+    def import_prefix(self, hashes: Sequence[BlockHash], first: int, fill: Fill) -> OutOfBlocks | None:
+        """Keep blocks that come from elsewhere: `fill` brings the KV of `hashes[first:]`; their ancestors are cached here.
 
         Blocks that are cached meanwhile are left as they are. When an ancestor was evicted meanwhile, nothing is kept.
         """
@@ -163,8 +193,8 @@ class DeviceCache:
             return reserved
         table, held = reserved
         try:
-            if held >= first:
-                self.write(table[held:], [array[held - first :] for array in arrays])
+            if first <= held < len(hashes):
+                self.fill(table[held:], lambda into: fill(into, held - first))
                 self.commit(table, held, hashes)
         finally:
             self.release(table)

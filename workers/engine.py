@@ -21,8 +21,7 @@ from models.base import CausalLM, ForwardBatch
 from models.prompt_lookup import guess_next
 from models.sampling import SampledToken, TokenHistory, has_penalty, sample
 from workers.block_pool import OutOfBlocks
-from workers.device_cache import DeviceCache
-from workers.kv_transfer.base import KVArray
+from workers.device_cache import DeviceCache, Fill
 from workers.sequence import KVSequence, Prompt
 
 Extend: TypeAlias = Callable[[BlockHash, bytes], BlockHash]
@@ -175,17 +174,19 @@ class Engine:
 
     # --- KV in and out ------------------------------------------------------------------------------------------------
 
-    def receive(self, sequence: KVSequence, first_block: int, arrays: Sequence[KVArray]) -> None:
-        """Write KV that came from elsewhere into blocks `first_block...` of an adopted sequence, except what it has."""
-        skip = max(0, sequence.named - first_block)
-        stop = first_block + len(arrays[0])
-        if first_block + skip < stop:
-            self.cache.write(sequence.table[first_block + skip : stop], [array[skip:] for array in arrays])
-        sequence.received.update(range(first_block, stop))
+    def receive(self, sequence: KVSequence, blocks: range, fill: Fill, layers: range | None = None) -> None:
+        """Have `fill` bring KV from elsewhere into `blocks` of an adopted sequence, except what it has; all layers or some."""
+        skip = max(0, sequence.named - blocks.start)
+        if skip < len(blocks):
+            self.cache.fill(sequence.table[blocks.start + skip : blocks.stop], lambda into: fill(into, skip), layers)
+        chosen = range(self.model.layout.num_layers) if layers is None else layers
+        sequence.received.update((block, layer) for block in blocks for layer in chosen)
 
     def missing_blocks(self, sequence: KVSequence) -> list[int]:
-        """Blocks of an adopted sequence that are neither cached nor received."""
-        return [block for block in range(sequence.named, len(sequence.table)) if block not in sequence.received]
+        """Blocks of an adopted sequence that are neither cached nor received in all layers."""
+        layers = range(self.model.layout.num_layers)
+        coming = range(sequence.named, len(sequence.table))
+        return [block for block in coming if any((block, layer) not in sequence.received for layer in layers)]
 
     def complete(self, sequence: KVSequence, first_token: int) -> None:
         """All KV of an adopted prompt is here: name its blocks and let it decode from its first token."""

@@ -13,10 +13,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from conductor.core.messages import GenerationJob
+from conductor.core.types import WorkerId
 from workers.block_pool import OutOfBlocks
 from workers.engine import Engine
-from workers.jobs import HandoverPart
-from workers.kv_transfer.base import KVTransport
+from workers.jobs import HandoverPart, PartKey
+from workers.kv_transfer.blocks import KVBlocks
+from workers.kv_transfer.paired import PairedTransports
 from workers.sequence import KVSequence, Prompt
 
 
@@ -29,12 +31,13 @@ class Incoming:
     """One hand-over. `deadline_s` (event loop time) moves on with every part; once `dropped`, it takes nothing more."""
 
     job: GenerationJob
+    source: WorkerId
     prompt: Prompt
     deadline_s: float
     sequence: KVSequence | None = None
     reserving: asyncio.Task[None] | None = None
     accepting: asyncio.Task[None] | None = None
-    fetches: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    fetches: dict[PartKey, asyncio.Task[None]] = field(default_factory=dict)
     dropped: bool = False
     nbytes: int = 0
     transfer_s: float = 0.0
@@ -44,7 +47,7 @@ class Receiver:
     """Reserves blocks for hand-overs and fetches their parts. `move` runs a function in a transfer thread."""
 
     def __init__(
-        self, engine: Engine, transport: KVTransport, move: Callable[..., Awaitable[None]], fetch_timeout_s: float
+        self, engine: Engine, transport: PairedTransports, move: Callable[..., Awaitable[None]], fetch_timeout_s: float
     ) -> None:
         self._engine = engine
         self._transport = transport
@@ -75,28 +78,32 @@ class Receiver:
         if incoming.dropped:
             raise HandoverRefused("the request was cancelled")
         for part in parts:
-            known = incoming.fetches.get(part.first_block)
+            known = incoming.fetches.get(part.key)
             if known is None or (known.done() and known.exception() is not None):
-                incoming.fetches[part.first_block] = asyncio.ensure_future(self._fetch(incoming, part))
-        await asyncio.shield(asyncio.gather(*(incoming.fetches[part.first_block] for part in parts)))
+                incoming.fetches[part.key] = asyncio.ensure_future(self._fetch(incoming, part))
+        await asyncio.shield(asyncio.gather(*(incoming.fetches[part.key] for part in parts)))
 
     async def _fetch(self, incoming: Incoming, part: HandoverPart) -> None:
         sequence = incoming.sequence
         if sequence is None or incoming.dropped:
             raise HandoverRefused("the request was cancelled")
-        stop = part.first_block + part.ticket.blocks
-        if part.first_block < 0 or stop > len(sequence.table):
-            raise HandoverRefused(f"blocks {part.first_block}..{stop} lie outside of the prompt's {len(sequence.table)}")
-        if stop <= sequence.named:
+        blocks = part.blocks
+        if blocks.start < 0 or blocks.stop > len(sequence.table):
+            raise HandoverRefused(f"blocks {blocks.start}..{blocks.stop} lie outside of the prompt's {len(sequence.table)}")
+        if blocks.stop <= sequence.named:
             return  # cached here already
         began_s = time.perf_counter()
-        await self._move(self._fetch_and_write, sequence, part)
+        with self._transport.meter.transfer() as moved:
+            await self._move(self._fetch_and_write, sequence, part)
+            moved.was(incoming.source, part.ticket.transport, part.ticket.nbytes)
         incoming.nbytes += part.ticket.nbytes
         incoming.transfer_s += time.perf_counter() - began_s
 
     def _fetch_and_write(self, sequence: KVSequence, part: HandoverPart) -> None:
-        arrays = self._transport.fetch(part.ticket, self._fetch_timeout_s)
-        self._engine.receive(sequence, part.first_block, arrays)
+        def fill(into: KVBlocks, skip: int) -> None:
+            self._transport.fetch(part.ticket, into, self._fetch_timeout_s, skip)
+
+        self._engine.receive(sequence, part.blocks, fill, part.layers)
 
     async def settle(self, incoming: Incoming) -> KVSequence | None:
         """Wait until nothing writes into a dropped hand-over any more; the sequence whose blocks are to be given back."""

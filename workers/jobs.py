@@ -20,14 +20,28 @@ from workers.sequence import KVSequence, Prompt
 
 TOKEN_BYTES = 4
 JobKey: TypeAlias = tuple[RequestId, int]
+PartKey: TypeAlias = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class HandoverPart:
-    """KV of the prompt's blocks `first_block...`, as many as the ticket has."""
+    """KV of the prompt's blocks `first_block...`, as many as the ticket has, in the ticket's layers."""
 
     first_block: int
     ticket: KVTicket
+
+    @property
+    def key(self) -> PartKey:
+        """Parts with the same key are the same KV, offered again."""
+        return self.first_block, self.ticket.first_layer
+
+    @property
+    def blocks(self) -> range:
+        return range(self.first_block, self.first_block + self.ticket.blocks)
+
+    @property
+    def layers(self) -> range:
+        return range(self.ticket.first_layer, self.ticket.stop_layer)
 
 
 def job_key(job: GenerationJob) -> JobKey:

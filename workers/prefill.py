@@ -1,10 +1,10 @@
 """The prefill worker: computes prompts in order, by chunk, and hands their KV over to the decode worker.
 
 Prompts wait in order of arrival; one whose prefix is still being pulled lets others pass, and a pull that fails costs only
-the computing, for a cached prefix is an optimisation and never the truth. Blocks of a finished chunk are offered to the decode
-worker while the next chunk computes, so after the last one only its own KV has to move. The first token is drawn here and goes
-straight to the gateway; a request that ends with it is never handed over. A prompt that finds no free blocks waits; one that
-can never fit fails at once. (Mooncake FAST'25, section 5.1; chunked prefill: Sarathi-Serve, OSDI'24.)
+the computing, for a cached prefix is an optimisation and never the truth. KV is sent to the decode worker while the computing
+goes on, one group of layers after the other (`outgoing.py`), so that little of it is left to wait for. The first token is
+drawn here and goes straight to the gateway; a request that ends with it is never handed over. A prompt that finds no free
+blocks waits; one that can never fit fails at once. (Mooncake FAST'25, section 5.1; chunked prefill: Sarathi-Serve, OSDI'24.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from workers.assembly import Build, build_parts, node_of
 from workers.batching import chunk_length, next_prompt
 from workers.block_pool import OutOfBlocks
 from workers.config import WorkerConfig
+from workers.engine import OnLayer
 from workers.jobs import HandoverPart, JobKey, finish_reason, job_key, last_output, prompt_of, refusal, token_output
+from workers.kv_transfer.base import TransferError
+from workers.outgoing import Outgoing, Sender
 from workers.sequence import KVSequence, Prompt
 
 logger = logging.getLogger(__name__)
@@ -38,8 +41,7 @@ class DecodeCallFailed(Exception):
 
 @dataclass(slots=True)
 class _Entry:
-    """One job from acceptance until its blocks are released. `parts` are offers under way or made; `delivered` are
-    the first blocks of those that the decode worker has."""
+    """One job from acceptance until its blocks are released."""
 
     job: GenerationJob
     placement: Placement
@@ -50,10 +52,8 @@ class _Entry:
     cancelled: bool = False
     sequence: KVSequence | None = None
     compute_s: float = 0.0
-    sent_blocks: int = 0
+    outgoing: Outgoing | None = None
     kept_blocks: int = 0
-    parts: list[asyncio.Task[HandoverPart]] = field(default_factory=list)
-    delivered: set[int] = field(default_factory=set)
     decode_known: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
@@ -77,6 +77,7 @@ class PrefillWorker(WorkerActor):
         self._computing: _Entry | None = None
         self._entries: dict[JobKey, _Entry] = {}
         self._finished_prefills = 0
+        self._sender = Sender(self.cache, self.transport, self._move, self._spawn, config.lease_s)
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -92,7 +93,7 @@ class PrefillWorker(WorkerActor):
             return
         entry = _Entry(job, placement, prompt_of(job, self._parts.root_of(job.request.cache_domain)))
         if decode is not None and placement.decode is not None:
-            entry.choose(placement.decode, decode)
+            self._choose(entry, placement.decode, decode)
         self._entries[key] = entry
         self._queue.append(entry)
         if placement.reuse.fetched_tokens > 0 and placement.reuse.source is not None:
@@ -110,7 +111,11 @@ class PrefillWorker(WorkerActor):
             self._fail(entry.job, f"decode worker {worker_id} is gone", worker_id)
             await self._abandon(entry)
         else:
-            entry.choose(worker_id, decode)
+            self._choose(entry, worker_id, decode)
+
+    def _choose(self, entry: _Entry, worker_id: WorkerId, decode: Any) -> None:
+        entry.choose(worker_id, decode)
+        self._pairs.offering_to(worker_id, decode)
 
     async def cancel(self, request_id: RequestId, attempt: int) -> None:
         self._end((request_id, attempt))
@@ -135,6 +140,7 @@ class PrefillWorker(WorkerActor):
             queued_prefill_tokens=sum(queued),
             running_prefill_remaining_s=remaining_s,
             free_blocks=self.cache.available,
+            transport_fallbacks=self.transport.fallbacks,
         )
 
     # --- before computing ---------------------------------------------------------------------------------------------
@@ -189,12 +195,11 @@ class PrefillWorker(WorkerActor):
         sequence, request = entry.sequence, entry.job.request
         assert sequence is not None
         self._report(PrefillStarted(request.id, request.attempt, self.id))
+        self._begin_sending(entry, sequence)
         token: SampledToken | None = None
         while token is None and not entry.cancelled:
-            token, seconds = await self._run(self._chunk, sequence)
+            token, seconds = await self._run(self._chunk, entry, sequence)
             entry.compute_s += seconds
-            if token is None:
-                self._offer_new_blocks(entry, sequence.named)
             self._keep_new_blocks(entry, sequence)
         if token is None or entry.cancelled:
             await self._let_go(entry)
@@ -206,11 +211,12 @@ class PrefillWorker(WorkerActor):
         self.store.keep(sequence.hashes[: sequence.named], entry.job.request.traffic_class, sequence.named - entry.kept_blocks)
         entry.kept_blocks = sequence.named
 
-    def _chunk(self, sequence: KVSequence) -> tuple[SampledToken | None, float]:
+    def _chunk(self, entry: _Entry, sequence: KVSequence) -> tuple[SampledToken | None, float]:
         """Compute one chunk; with the last one, draw the first token. Also the seconds that it took."""
         began_s = time.perf_counter()
         prompt_tokens = len(sequence.prompt.tokens)
-        logits = self.engine.prefill_chunk(sequence, chunk_length(sequence.computed, prompt_tokens, self.config.chunk_tokens))
+        tokens = chunk_length(sequence.computed, prompt_tokens, self.config.chunk_tokens)
+        logits = self.engine.prefill_chunk(sequence, tokens, self._sent_by_layer(entry, sequence, sequence.computed + tokens))
         token = self.engine.first_token(sequence, logits) if sequence.computed == prompt_tokens else None
         return token, time.perf_counter() - began_s
 
@@ -229,7 +235,7 @@ class PrefillWorker(WorkerActor):
             await self._let_go(entry)
         elif reason is not None:
             self._report(RequestFinished(request.id, request.attempt, sequence.output_tokens, reason))
-            if entry.parts and entry.decode is not None:
+            if entry.outgoing is not None and entry.outgoing.started and entry.decode is not None:
                 self._spawn(quietly(entry.decode.cancel.remote(request.id, request.attempt)))
             await self._let_go(entry)
         else:
@@ -237,32 +243,46 @@ class PrefillWorker(WorkerActor):
 
     # --- hand-over ----------------------------------------------------------------------------------------------------
 
-    def _offer_new_blocks(self, entry: _Entry, blocks: int) -> None:
-        """Offer the full blocks that the last chunk has added, in the background."""
-        if blocks > entry.sent_blocks and not entry.ends_with_first_token:
-            entry.parts.append(self._spawn(self._send_early(entry, entry.sent_blocks, blocks)))
-            entry.sent_blocks = blocks
+    def _begin_sending(self, entry: _Entry, sequence: KVSequence) -> None:
+        """The reused prefix goes out at once."""
+        if entry.ends_with_first_token:
+            return
+        outgoing = Outgoing(self._sender, lambda part: self._deliver_early(entry, part), lambda: entry.decode_id)
+        entry.outgoing, outgoing.sent_blocks = outgoing, sequence.named
+        for layers in outgoing.groups(sequence.named):
+            outgoing.send(outgoing.cut(sequence.table, range(sequence.named), layers))
 
-    async def _send_early(self, entry: _Entry, start: int, stop: int) -> HandoverPart:
-        """Publish some blocks, and let the decode worker fetch them if it is known already."""
-        part = await self._publish_part(entry, start, stop)
-        if entry.decode is not None and not entry.cancelled:
-            self._spawn(self._deliver_early(entry, entry.decode, part))
-        return part
+    def _sent_by_layer(self, entry: _Entry, sequence: KVSequence, computed: int) -> OnLayer | None:
+        """What sends the blocks that a chunk fills up to token `computed`, group by group; called in the compute thread."""
+        outgoing = entry.outgoing
+        last = computed == len(sequence.prompt.tokens)
+        blocks = range(
+            0 if outgoing is None else outgoing.sent_blocks,
+            self.engine.blocks_for(computed) if last else computed // self.cache.block_tokens,
+        )
+        if outgoing is None or not blocks:
+            return None
+        outgoing.sent_blocks = blocks.stop
+        ends = {group[-1]: group for group in outgoing.groups(len(blocks))}
 
-    async def _deliver_early(self, entry: _Entry, decode: Any, part: HandoverPart) -> None:
-        """A part that the decode worker has is not offered any longer; one that it did not take is sent again at the end."""
+        def send(layer: int) -> None:
+            if layer in ends and not entry.cancelled:
+                self._in_loop(outgoing.send, outgoing.cut(sequence.table, blocks, ends[layer]))
+
+        return send
+
+    async def _deliver_early(self, entry: _Entry, part: HandoverPart) -> bool:
+        """Let the decode worker, if it is known already, take a part. One that it did not take is sent again at the end."""
+        if entry.decode is None or entry.cancelled:
+            return False
         try:
-            await decode.receive_parts.remote(entry.job, entry.placement, [part])
+            await entry.decode.receive_parts.remote(entry.job, entry.placement, [part])
         except Exception as error:
             logger.info("an early part of request %s was not taken: %s", entry.job.request.id, failure_text(error))
-        else:
-            entry.delivered.add(part.first_block)
-            self.transport.release(part.ticket.id)
-
-    async def _publish_part(self, entry: _Entry, start: int, stop: int) -> HandoverPart:
-        assert entry.sequence is not None
-        return HandoverPart(start, await self._move(self._publish, entry.sequence.table[start:stop]))
+            if isinstance(error, TransferError) and entry.decode_id is not None:
+                self.transport.shun(entry.decode_id, part.ticket.transport, failure_text(error))
+            return False
+        return True
 
     async def _hand_over(self, entry: _Entry, first: TokenOutput) -> None:
         blamed: WorkerId | None = None
@@ -282,22 +302,13 @@ class PrefillWorker(WorkerActor):
             await self._let_go(entry)
 
     async def _give_to_decode(self, entry: _Entry, first: TokenOutput) -> None:
-        assert entry.sequence is not None
+        assert entry.outgoing is not None
         assert entry.decode is not None
-        entry.parts.append(self._spawn(self._publish_part(entry, entry.sent_blocks, len(entry.sequence.table))))
-        parts = [await asyncio.shield(part) for part in entry.parts]
-        missing = [await self._renewed(entry, part) for part in parts if part.first_block not in entry.delivered]
+        rest = await entry.outgoing.rest()
         try:
-            await entry.decode.accept_handover.remote(entry.job, entry.placement, first, missing)
+            await entry.decode.accept_handover.remote(entry.job, entry.placement, first, rest)
         except Exception as error:
             raise DecodeCallFailed(failure_text(error)) from error
-
-    async def _renewed(self, entry: _Entry, part: HandoverPart) -> HandoverPart:
-        """The part, offered once more if much of its lease has passed."""
-        if part.ticket.expires_s - time.time() > self.config.lease_s / 2:
-            return part
-        entry.parts.append(self._spawn(self._publish_part(entry, part.first_block, part.first_block + part.ticket.blocks)))
-        return await asyncio.shield(entry.parts[-1])
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -320,11 +331,10 @@ class PrefillWorker(WorkerActor):
         self._end(entry.key)
         sequence, entry.sequence = entry.sequence, None
         if sequence is not None:
-            await asyncio.shield(self._spawn(self._release(sequence, entry.parts)))
+            await asyncio.shield(self._spawn(self._release(sequence, entry.outgoing)))
 
-    async def _release(self, sequence: KVSequence, parts: list[asyncio.Task[HandoverPart]]) -> None:
-        for part in await asyncio.gather(*parts, return_exceptions=True):
-            if isinstance(part, HandoverPart):
-                self.transport.release(part.ticket.id)
+    async def _release(self, sequence: KVSequence, outgoing: Outgoing | None) -> None:
+        if outgoing is not None:
+            await outgoing.close()
         self.engine.finish(sequence)
         self._reporter.touch()

@@ -49,6 +49,10 @@ class Reporter:
     def attached(self) -> bool:
         return self._conductor is not None
 
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
     def attach(self, conductor: Any, epoch: int) -> None:
         """Report to `conductor`, from a snapshot on. An epoch older than the current one is ignored."""
         if epoch < self._epoch:

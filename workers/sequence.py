@@ -32,7 +32,7 @@ class KVSequence:
         blocks  [0 ... named)    [named ... len(table))
                  carry a hash     partial, or being filled
 
-    `reused_tokens` of the prompt were found in the cache. `received` are blocks whose KV came from another worker.
+    `reused_tokens` of the prompt were found in the cache. `received` are (block, layer) whose KV came from another worker.
     """
 
     prompt: Prompt
@@ -42,7 +42,7 @@ class KVSequence:
     computed: int
     named: int
     reused_tokens: int
-    received: set[int] = field(default_factory=set)
+    received: set[tuple[int, int]] = field(default_factory=set)
 
     @property
     def output_tokens(self) -> int:

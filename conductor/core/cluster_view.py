@@ -13,7 +13,8 @@ from typing import Any
 
 from conductor.core.commands import Command
 from conductor.core.decode_pool import DecodePool
-from conductor.core.events import LoadReported, WorkerDraining
+from conductor.core.events import LinkMeasured, LoadReported
+from conductor.core.links import Links
 from conductor.core.prefill_pool import PrefillPool, tier_bytes_per_s
 from conductor.core.prefix_index import PrefixIndex
 from conductor.core.trust import Trust
@@ -47,6 +48,7 @@ class ClusterView:
         self._flows_out: dict[str, int] = {}
         self._tier_bytes_per_s: dict[Holder, float] = {}
         self._empty_slot = index.add(EMPTY)
+        self.links = Links(self.prefill)
 
     def join(self, spec: WorkerSpec, epoch: int) -> None:
         self.epochs[spec.id] = epoch
@@ -68,6 +70,7 @@ class ClusterView:
     def leave(self, worker: WorkerId) -> None:
         del self.epochs[worker]
         spec = self.specs.pop(worker)
+        self.links.forget(worker)
         if worker in self.prefill:
             self.prefill.leave(worker)
         if worker in self.decode:
@@ -78,8 +81,10 @@ class ClusterView:
             self.forget_holder(Holder(spec.node, Tier.DISK))
         self._list_lower_holders()
 
-    def draining(self, event: WorkerDraining, now: float) -> list[Command]:
-        self.drain(event.worker_id)
+    def link_measured(self, event: LinkMeasured, now: float) -> list[Command]:
+        """The estimates of transfers to this worker follow; a former life of it measured another process."""
+        if self.epochs.get(event.worker_id) == event.epoch:
+            self.links.observe(event)
         return []
 
     def load_reported(self, event: LoadReported, now: float) -> list[Command]:
@@ -144,7 +149,7 @@ class ClusterView:
         """What is believed of each worker, as JSON values."""
         described: dict[WorkerId, dict[str, Any]] = {}
         for worker in sorted(self.specs):
-            values = described[worker] = {}
+            values = described[worker] = {"links": self.links.describe(worker)}
             if worker in self.prefill:
                 pool, row = self.prefill, self.prefill.row[worker]
                 values |= {"trust": trust.level(worker).value, "kept_claims": trust.share(worker)}

@@ -195,6 +195,11 @@ def _described(record: Record) -> dict[str, Any]:
         if record.candidates.trust is not None:
             for row, trust in zip(described["candidates"], record.candidates.trust.tolist(), strict=True):
                 row["trust"] = trust
+        plans = record.candidates.plans
+        if plans.pull_tokens is not None and plans.pull_s is not None:
+            pulls = zip(plans.pull_tokens.tolist(), plans.pull_s.tolist(), strict=True)
+            for row, (tokens, seconds) in zip(described["candidates"], pulls, strict=True):
+                row |= {"pull_tokens": int(tokens), "pull_s": _number(seconds)}
     described["actual"] = {name: _number(getattr(record.actual, name)) for name in Actual.__dataclass_fields__}
     return described
 

@@ -168,6 +168,21 @@ class TransferFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkMeasured:
+    """How KV really comes to `worker_id` from `source`: a transfer by itself, and all that overlap together. `protocol` is what
+    carries it."""
+
+    worker_id: WorkerId
+    epoch: int
+    source: WorkerId
+    transport: str
+    protocol: str
+    bytes_per_s: float
+    shared_bytes_per_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed: the answer to `Scheduler.next_deadline()`."""
 
@@ -192,5 +207,6 @@ Event: TypeAlias = (
     | RequestFailed
     | TransferFinished
     | TransferFailed
+    | LinkMeasured
     | Tick
 )

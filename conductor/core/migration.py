@@ -21,7 +21,7 @@ from typing import Any
 from conductor.core.cluster_view import ClusterView, Flow
 from conductor.core.commands import Command, DropBlocks, TransferBlocks
 from conductor.core.config import MigrationConfig
-from conductor.core.events import TransferFailed, TransferFinished
+from conductor.core.events import TransferFailed, TransferFinished, WorkerDraining
 from conductor.core.prefix_index import PrefixIndex, PrefixMatch
 from conductor.core.types import BlockHash, Holder, InvariantError, Tier, TransferReason, WorkerId
 
@@ -96,6 +96,26 @@ class Migration:
             if copy is not None:
                 commands.append(self._begin(head, copy))
         self._due_s = now + self._config.interval_s if self._heads else math.inf
+        return commands
+
+    def draining(self, event: WorkerDraining, now: float) -> list[Command]:
+        """A worker goes: it gets no new work, and the warm heads that nobody else holds are copied, whatever the budget has."""
+        worker = event.worker_id
+        self._view.drain(worker)
+        if worker not in self._view.prefill:
+            return []
+        commands: list[Command] = []
+        for _, head in sorted(self._heads.items()):
+            holders = {holder.owner for holder in self._index.holders(head.blocks[-1])}
+            target = self._target([worker], idle=False)
+            if holders != {worker} or target is None or self._heat(head, now) < self._config.min_heat / COLD_SHARE:
+                continue
+            self._numbers += 1
+            ends = Holder(worker, Tier.DEVICE), Holder(target, Tier.DEVICE)
+            command = TransferBlocks(f"copy-{self._numbers}", *ends, head.blocks, TransferReason.DRAIN)
+            commands.append(
+                self._begin(head, Copy(head.blocks[-1], command, Flow(worker, target), self._heat(head, now), 0.0, 0.0))
+            )
         return commands
 
     def finished(self, event: TransferFinished, now: float) -> list[Command]:
@@ -174,7 +194,8 @@ class Migration:
         if target is None:
             return None
         tokens = len(head.blocks) * self._block_tokens
-        saved_s, cost_s = self._reckon(head, target, tokens, len(holders) + len(coming), now)
+        flow = Flow(sources[0], target)
+        saved_s, cost_s = self._reckon(head, flow, tokens, len(holders) + len(coming), now)
         too_large = tokens * self._view.specs[target].profile.kv_bytes_per_token > self._allowance_bytes
         if saved_s <= cost_s or too_large:
             return None
@@ -183,27 +204,32 @@ class Migration:
         command = TransferBlocks(
             f"copy-{self._numbers}", source, Holder(target, Tier.DEVICE), head.blocks, TransferReason.REPLICATE
         )
-        return Copy(head.blocks[-1], command, Flow(sources[0], target), self._heat(head, now), saved_s, cost_s)
+        return Copy(head.blocks[-1], command, flow, self._heat(head, now), saved_s, cost_s)
 
-    def _reckon(self, head: Head, target: WorkerId, tokens: int, replicas: int, now: float) -> tuple[float, float]:
+    def _reckon(self, head: Head, flow: Flow, tokens: int, replicas: int, now: float) -> tuple[float, float]:
         """Prefill seconds that a copy saves, and costs, a second."""
+        target = flow.target
         pool, spec, config = self._view.prefill, self._view.specs[target], self._config
         prefill_s = pool.prefill_s(target, tokens, 0)
         rate = self._heat(head, now) * math.log(2.0) / config.heat_half_life_s
         saved = rate * prefill_s / (replicas + 1)
         row = pool.row[target]
-        speed = min(float(pool.nic_bytes_per_s[row]), float(pool.link_bytes_per_s[row]))
-        transfer_s = spec.profile.transfer_latency_s + tokens * spec.profile.kv_bytes_per_token / speed
+        links = self._view.links.outbound(flow.source)
+        bytes_per_s, latency_s = (
+            (pool.link_bytes_per_s, pool.latency_s) if links is None else (links.bytes_per_s, links.latency_s)
+        )
+        speed = min(float(pool.nic_bytes_per_s[row]), float(bytes_per_s[row]))
+        transfer_s = float(latency_s[row]) + tokens * spec.profile.kv_bytes_per_token / speed
         share = len(head.blocks) / float(pool.capacity_blocks[row])
         return saved, (transfer_s + prefill_s * share) / config.heat_half_life_s
 
-    def _target(self, taken: list[WorkerId]) -> WorkerId | None:
-        """A worker without the prefix, in the failure domain that has it least; then the idlest."""
+    def _target(self, taken: list[WorkerId], *, idle: bool = True) -> WorkerId | None:
+        """A worker without the prefix, in the failure domain that has it least; then the idlest. `idle`: with no busy link."""
         specs, pool = self._view.specs, self._view.prefill
         zones = Counter(specs[worker].zone for worker in taken)
         racks = Counter((specs[worker].zone, specs[worker].rack) for worker in taken)
         nodes = Counter(specs[worker].node for worker in taken)
-        free = [w for w in pool.ids if w not in taken and pool.accepts[pool.row[w]] and not self._busy(w)]
+        free = [w for w in pool.ids if w not in taken and pool.accepts[pool.row[w]] and not (idle and self._busy(w))]
 
         def crowd(worker: WorkerId) -> tuple[int, int, int, float, WorkerId]:
             spec, churn = specs[worker], float(pool.churn_tokens[pool.row[worker]])

@@ -157,6 +157,13 @@ class PrefillPool(WorkerTable):
         self._work[spec.id] = {}
         self._forget_rows()
 
+    def relink(self, worker: WorkerId, bytes_per_s: float, shared_bytes_per_s: float, latency_s: float) -> None:
+        """What brings KV to a worker is worth this: to one transfer, and to all at once."""
+        row, card_bytes_per_s = self.row[worker], self.specs[worker].nic_bytes_per_s
+        self.link_bytes_per_s[row], self.latency_s[row] = bytes_per_s, latency_s
+        self.nic_bytes_per_s[row] = min(shared_bytes_per_s, math.inf if card_bytes_per_s is None else card_bytes_per_s)
+        self.links_changed()
+
     def leave(self, worker: WorkerId) -> None:
         self._delete(worker)
         del self._work[worker]
@@ -191,6 +198,11 @@ class PrefillPool(WorkerTable):
             np.minimum(bandwidth, self.link_bytes_per_s, out=bandwidth)
         return bandwidth
 
+    def inbound_over(self, link_bytes_per_s: FloatArray) -> FloatArray:
+        """The same over other links than the pool's own."""
+        bandwidth: FloatArray = np.minimum(self.nic_bytes_per_s / (self.flows_in + 1.0), link_bytes_per_s)
+        return bandwidth
+
     def links_changed(self) -> None:
         """Transfers came or went."""
         self.version += 1
@@ -215,9 +227,6 @@ class PrefillPool(WorkerTable):
         row = self.row[worker]
         foreign_s = min(max(float(self.foreign_end_s[row]) - now, 0.0), float(self.foreign_s[row]))
         return max(float(self.running_end_s[row]) - now, 0.0) + float(self.pending_s[row]) + foreign_s
-
-    def outstanding(self, worker: WorkerId) -> Mapping[RequestId, PrefillJob]:
-        return self._work[worker]
 
     def book(self, worker: WorkerId, request: RequestId, job: PrefillJob, now: float) -> None:
         """Count work that has just been dispatched."""

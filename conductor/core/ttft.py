@@ -42,6 +42,8 @@ class Reuse:
     fetched_tokens: FloatArray
     sources: tuple[Holder, ...] = ()
     source_code: FloatArray | None = None
+    pull_tokens: FloatArray | None = None  # what the best holder has beyond each worker; None where nobody has more
+    pull_s: FloatArray | None = None  # how long bringing that takes by itself, whether or not it is brought
 
 
 @dataclass(slots=True)
@@ -112,9 +114,13 @@ class PrefillTerms:
     def transfer_s(self, tokens: FloatArray) -> FloatArray:
         """The same where there is something to bring, and anything where there is not."""
         pool = self.pool
+        source, bytes_per_s = self._source() if self.best_tokens else (None, math.inf)
+        links = None if source is None else self.view.links.outbound(source.owner)
         seconds: FloatArray = tokens * pool.kv_bytes_per_token
-        seconds /= np.minimum(pool.inbound_bytes_per_s(), self._source()[1] if self.best_tokens else math.inf)
-        seconds += pool.latency_s
+        seconds /= np.minimum(
+            pool.inbound_bytes_per_s() if links is None else pool.inbound_over(links.bytes_per_s), bytes_per_s
+        )
+        seconds += pool.latency_s if links is None else links.latency_s
         return seconds
 
     def handover_s(self) -> FloatArray | None:

@@ -123,6 +123,7 @@ class WorkerLoad:
     decode_batch: int = 0
     decode_context_tokens: int = 0
     free_blocks: int = 0
+    transport_fallbacks: int = 0  # times that another transport took the place of one that failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,7 @@ class StandInConfig:
     step_s: float = 0.05
     fails_to_start: bool = False
     model: str = ""
+    holds: tuple[int, ...] = ()  # hashes of cached blocks
 
 
 class StandInWorker:
@@ -49,18 +50,22 @@ class StandInWorker:
 
     async def describe(self) -> WorkerSpec:
         return WorkerSpec(
-            self._config.worker_id, self._config.role, "node", PROFILE, {Tier.DEVICE: 4096}, model=self._config.model
+            self._config.worker_id, self._config.role, "node", PROFILE, {Tier.DEVICE: 200_000}, model=self._config.model
         )
 
     async def attach(self, conductor: Any, epoch: int) -> None:
         self._conductor = conductor
-        await conductor.report.remote([IndexSnapshot(Stamp(self._config.worker_id, epoch, 1), {})])
+        held = {Tier.DEVICE: self._config.holds} if self._config.holds else {}
+        await conductor.report.remote([IndexSnapshot(Stamp(self._config.worker_id, epoch, 1), held)])
 
     async def alive(self) -> None:
         await asyncio.Event().wait()
 
     async def pid(self) -> int:
         return os.getpid()
+
+    async def stats(self) -> dict[str, Any]:
+        return {"queued": 0, "running": len(self._running), "pinned_blocks": 0, "offers": 0}
 
     async def running(self) -> int:
         return len(self._running)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import struct
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,18 @@ from tests.live.stand_in_workers import BLOCK_TOKENS, StandInConfig, StandInWork
 pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
+HELD_FIRST = 500
+HELD_BLOCKS = 100_000
+
+
 def hash_prompt(tokens: bytes, tenant: str) -> tuple[int, ...]:
     size = 4 * BLOCK_TOKENS
     return tuple(hash((tenant, tokens[:end])) & (2**64 - 1) for end in range(size, len(tokens) + 1, size))
+
+
+def known_blocks() -> tuple[int, ...]:
+    """Of the prompts that begin with `HELD_FIRST`."""
+    return hash_prompt(struct.pack("<9i", HELD_FIRST, *range(1, 9)), "default")
 
 
 def config(tmp_path: Path) -> Config:
@@ -71,6 +81,14 @@ class Deployment:
             on_output(output)
         return outputs
 
+    async def placement_of(self, job: GenerationJob) -> Placement:
+        """Where a request went; its output is read to the end."""
+        placement = await self.client.submit(job)
+        assert isinstance(placement, Placement)
+        async for _ in self.client.outputs(job.request.id):
+            pass
+        return placement
+
     async def kill(self, worker_id: str) -> None:
         os.kill(await self.cluster.handle(worker_id).pid.remote(), signal.SIGKILL)
 
@@ -93,7 +111,12 @@ def log_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def deployment(log_directory: Path) -> AsyncIterator[Deployment]:
-    plans = [plan("prefill-0", Role.PREFILL), plan("prefill-1", Role.PREFILL), plan("decode-0", Role.DECODE)]
+    others = tuple(range(1, HELD_BLOCKS // 2))
+    plans = [
+        plan("prefill-0", Role.PREFILL, holds=others),
+        plan("prefill-1", Role.PREFILL, holds=(*known_blocks(), *others)),
+        plan("decode-0", Role.DECODE),
+    ]
     cluster = Cluster(config(log_directory))
     client: RayEngineClient | None = None
     try:
@@ -195,6 +218,17 @@ async def test_the_conductor_comes_back_with_its_workers(deployment: Deployment)
     assert tokens_of(await deployment.generate(deployment.job(6, 4))) == expected_tokens(6, 4)
 
 
+async def test_a_conductor_that_comes_back_knows_all_caches(deployment: Deployment) -> None:
+    """The index is rebuilt from snapshots of 100,000 blocks: nothing is expected of a worker that it does not hold."""
+    await deployment.settled()
+    os.kill(await deployment.cluster.conductor.pid.remote(), signal.SIGKILL)
+    await deployment.until(lambda status: status.ready and status.counters["workers_lost"] == 0 and len(status.workers) == 3)
+    placed = await deployment.placement_of(deployment.job(HELD_FIRST, 2))
+    assert (placed.prefill, placed.reuse.reused_tokens) == ("prefill-1", 2 * BLOCK_TOKENS)
+    strange = await deployment.placement_of(deployment.job(HELD_FIRST + 1, 2))
+    assert strange.reuse.reused_tokens == 0
+
+
 async def test_the_flight_logs_of_all_this_verify(deployment: Deployment) -> None:
     """Kills, refusals and cancellations included, a fresh scheduler gives the identical commands."""
     await asyncio.sleep(1.2)
@@ -204,6 +238,36 @@ async def test_the_flight_logs_of_all_this_verify(deployment: Deployment) -> Non
     verification = verify(logs[0], SchedulerConfig, Scheduler)
     assert verification.difference is None
     assert verification.records > 100
+
+
+async def test_a_drained_worker_finishes_and_is_not_started_again(deployment: Deployment) -> None:
+    """`conductor drain`: what it was doing ends as it would have, new work goes elsewhere, and nobody brings it back."""
+    await deployment.settled()
+    first = asyncio.create_task(deployment.generate(deployment.job(4, 100)))
+    drain = await conductor_command("drain", "prefill-0", "--address", ray_address())
+    _, told = await drain.communicate()
+    assert (drain.returncode, "prefill-0 has stopped" in told.decode()) == (0, True), told.decode()
+    assert tokens_of(await first) == expected_tokens(4, 100)
+    await deployment.until(lambda status: "prefill-0" not in status.workers)
+    assert await deployment.cluster.conductor.retired.remote("prefill-0")
+    placed = await deployment.placement_of(deployment.job(5, 2))
+    assert placed.prefill == "prefill-1"
+    await asyncio.sleep(1.0)
+    assert "prefill-0" not in (await deployment.client.status()).workers
+    unknown = await conductor_command("drain", "nobody", "--address", ray_address())
+    _, told = await unknown.communicate()
+    assert (unknown.returncode, "'nobody' is not known" in told.decode()) == (2, True), told.decode()
+
+
+def ray_address() -> str:
+    import ray  # not before `connect` has settled how it authenticates
+
+    return str(ray.get_runtime_context().gcs_address)
+
+
+async def conductor_command(*arguments: str) -> asyncio.subprocess.Process:
+    piped = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(sys.executable, "-m", "conductor", *arguments, stdout=piped, stderr=piped)
 
 
 async def test_a_worker_that_cannot_start_is_one_line(tmp_path: Path, deployment: Deployment) -> None:

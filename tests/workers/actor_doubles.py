@@ -93,12 +93,13 @@ class Cluster:
         *,
         model: ChainModel | None = None,
         read: bool = True,
+        build: Build | None = None,
         namespace: str = "chain",
         **changes: Any,
     ) -> Any:
         kind = PrefillWorker if worker_id.startswith("p") else DecodeWorker
         config = worker_config(worker_id, **changes)
-        worker = kind(config, loopback_parts(self.fabric, model, namespace))
+        worker = kind(config, build or loopback_parts(self.fabric, model, namespace))
         self.workers[worker_id] = worker
         self.handles[worker_id] = Handle(worker)
         await worker.attach(Handle(self.conductor), 1)
@@ -159,8 +160,8 @@ def loopback_parts(fabric: Fabric, model: ChainModel | None = None, namespace: s
         loaded = model or ChainModel()
         engine = Engine(loaded, make_cache(config, loaded.layout))
         tiers = open_tiers(config.store, BlockFormat(namespace, engine.cache.kv), node_of(config))
-        transport = LoopbackTransport(engine.cache.kv, fabric)
-        return WorkerParts(engine, transport, PROFILE, "chain", lambda tenant: ROOT, tiers)
+        transports = {"loopback": LoopbackTransport(engine.cache.kv, fabric)}
+        return WorkerParts(engine, transports, PROFILE, "chain", lambda tenant: ROOT, tiers)
 
     return build
 

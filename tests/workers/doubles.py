@@ -11,8 +11,9 @@ from torch import Tensor
 from conductor.core.hashing import hash_blocks
 from conductor.core.messages import SamplingParams
 from models.base import CausalLM, ForwardBatch, KVLayout, PagedKVCache
-from workers.device_cache import DeviceCache
+from workers.device_cache import DeviceCache, Fill
 from workers.engine import Engine
+from workers.kv_transfer.blocks import KVArray, KVBlocks
 from workers.sequence import KVSequence, Prompt
 
 BLOCK_TOKENS = 4
@@ -116,3 +117,13 @@ def generate(engine: Engine, prompt: Prompt, count: int, chunk: int = 512) -> li
     output = sequence.tokens[len(prompt.tokens) :]
     engine.finish(sequence)
     return output
+
+
+def filled_from(arrays: Sequence[KVArray]) -> Fill:
+    """What brings bytes that lie here, one array a layer."""
+
+    def fill(into: KVBlocks, skip: int) -> None:
+        for layer, array in enumerate(arrays):
+            into.fill(layer, array[skip : skip + len(into.ids)])
+
+    return fill

@@ -18,7 +18,8 @@ from tests.workers.doubles import packed
 from workers.assembly import PROBE, build_parts, round_trip, stored_namespace, throttled_profile, warm_up
 from workers.config import WorkerConfig
 from workers.kv_store.settings import StoreSettings
-from workers.kv_transfer.base import KVArray, KVDescriptor, KVTicket
+from workers.kv_transfer.base import KVDescriptor, KVTicket
+from workers.kv_transfer.blocks import KVBlocks
 from workers.kv_transfer.loopback import Fabric, LoopbackTransport
 from workers.kv_transfer.throttled import LinkLimit
 
@@ -65,9 +66,9 @@ class Counting(LoopbackTransport):
         super().__init__(kv, fabric)
         self.moved: list[int] = []
 
-    def fetch(self, ticket: KVTicket, timeout_s: float) -> list[KVArray]:
-        self.moved.append(ticket.nbytes)
-        return super().fetch(ticket, timeout_s)
+    def fetch(self, ticket: KVTicket, into: KVBlocks, timeout_s: float, first: int = 0) -> None:
+        self.moved.append(into.nbytes)
+        super().fetch(ticket, into, timeout_s, first)
 
 
 def test_tenants_have_roots_of_their_own(config: WorkerConfig) -> None:

@@ -5,7 +5,17 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.batching import DecodePlan, Running, Waiting, chunk_length, next_prompt, plan_decode
+from workers.batching import (
+    MAX_GROUPS,
+    MIN_GROUP_BYTES,
+    DecodePlan,
+    Running,
+    Waiting,
+    chunk_length,
+    layer_groups,
+    next_prompt,
+    plan_decode,
+)
 
 
 def plan(running: list[Running], waiting: list[Waiting], available: int, max_batch: int = 4) -> DecodePlan:
@@ -68,3 +78,14 @@ def test_a_plan_never_needs_more_than_there_is(sizes: list[int], needs: list[int
     assert len(planned.grow) + joined <= available + given_back
     assert list(range(len(sizes))) == [*planned.step, *reversed(planned.preempt)]
     assert len(planned.step) + len(planned.admit) <= max(max_batch, len(sizes))
+
+
+def test_layers_are_sent_in_even_groups_that_are_worth_sending() -> None:
+    """A small chunk goes as a whole, a large one in a few groups, and no layer is lost or sent twice."""
+    assert layer_groups(30, 1) == [range(30)]
+    assert layer_groups(32, MIN_GROUP_BYTES // 16) == [range(16), range(16, 32)]
+    for layers in (1, 2, 7, 30, 61):
+        groups = layer_groups(layers, 1 << 30)
+        assert [layer for group in groups for layer in group] == list(range(layers))
+        assert len(groups) == min(MAX_GROUPS, layers)
+        assert max(map(len, groups)) - min(map(len, groups)) <= 1

@@ -22,6 +22,7 @@ from workers.coded_transport import CodedTransport, block_codec, coded_descripto
 from workers.config import WorkerConfig
 from workers.device_cache import describe_layout
 from workers.kv_transfer.base import KVTransport, LayoutMismatch
+from workers.kv_transfer.blocks import KVBlocks
 from workers.kv_transfer.loopback import Fabric, LoopbackTransport
 from workers.sequence import KVSequence
 
@@ -48,9 +49,11 @@ def test_what_arrives_is_what_the_format_keeps_of_it(name: str, dtype: torch.dty
     layout = replace(LAYOUT, dtype=dtype)
     source, target = (coded(name, fabric, layout) for fabric in [{}] * 2)
     sent = blocks(3, layout)
-    ticket = source.offer(sent, LEASE_S)
+    ticket = source.offer(KVBlocks.of(sent), LEASE_S)
+    came_back = [np.zeros_like(layer) for layer in sent]
+    target.fetch(ticket, KVBlocks.of(came_back), TIMEOUT_S)
     assert ticket.nbytes == 2 * 3 * BLOCK_TOKENS * FORMATS[name].bytes_for(layout.elements)
-    for before, after in zip(sent, target.fetch(ticket, TIMEOUT_S), strict=True):
+    for before, after in zip(sent, came_back, strict=True):
         was = torch.from_numpy(before).view(dtype).float().view(3, BLOCK_TOKENS, -1)
         came = torch.from_numpy(after).view(dtype).float().view(3, BLOCK_TOKENS, -1)
         allowed = KVCodec(name, layout.elements).max_error(was) * 1.001 + 1e-6
@@ -64,10 +67,10 @@ def test_what_arrives_is_what_the_format_keeps_of_it(name: str, dtype: torch.dty
 def test_unlike_formats_are_refused() -> None:
     """A worker with another codec, or none, must not read the bytes as its own."""
     fabric: Fabric = {}
-    ticket = coded("fp8", fabric).offer(blocks(1), LEASE_S)
+    ticket = coded("fp8", fabric).offer(KVBlocks.of(blocks(1)), LEASE_S)
     for other in (coded("int8", fabric), LoopbackTransport(describe_layout(LAYOUT, BLOCK_TOKENS), fabric)):
         with pytest.raises(LayoutMismatch):
-            other.fetch(ticket, TIMEOUT_S)
+            other.fetch(ticket, KVBlocks.of(blocks(1)), TIMEOUT_S)
 
 
 def test_blocks_of_another_size_are_refused() -> None:
@@ -99,7 +102,8 @@ def test_decode_goes_on_from_coded_kv(tmp_path: Path, name: str, error: float) -
     source, target = (coded(name, fabric, model.layout) for fabric in [{}] * 2)
     adopted = away.adopt(make_prompt(tokens, 8, 16))
     assert isinstance(adopted, KVSequence)
-    away.receive(adopted, 0, target.fetch(source.offer(home.cache.read(sequence.table), LEASE_S), TIMEOUT_S))
+    ticket = source.offer(home.cache.blocks(sequence.table), LEASE_S)
+    away.receive(adopted, range(ticket.blocks), lambda into, skip: target.fetch(ticket, into, TIMEOUT_S, skip))
     away.complete(adopted, first)
     exact, moved = (
         torch.stack([layer[engine_table].flatten(0, 1)[:45] for layer in engine.cache.paged.layers])
@@ -127,7 +131,7 @@ def test_a_workers_parts_speak_the_configured_format(tmp_path: Path) -> None:
     )
     parts = build_parts(config)
     assert parts.profile.kv_bytes_per_token == 3 * FORMATS["fp8"].bytes_for(2 * 2 * 16)
-    assert parts.transport.protocol.endswith(", fp8")
+    assert parts.transports["loopback"].protocol.endswith(", fp8")
     assert build_parts(replace(config, transport_codec=None)).profile == PROFILE
     with pytest.raises(ValueError, match="transport_codec is 'fp7'; allowed: fp32, bf16"):
         replace(config, transport_codec="fp7")

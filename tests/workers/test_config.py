@@ -25,7 +25,8 @@ def config(**changes: Any) -> WorkerConfig:
         ({"num_blocks": 0}, "num_blocks is 0"),
         ({"lease_s": 0}, "lease_s is 0; it must be above 0"),
         ({"kv_dtype": "int4"}, "kv_dtype is 'int4'; allowed: float32, bfloat16, float16"),
-        ({"transport": "pigeon"}, "transport is 'pigeon'; allowed: loopback, object_store"),
+        ({"transport": "loopback,loopback"}, "each once"),
+        ({"transport": "pigeon"}, "transport is 'pigeon'; allowed: auto, or one or several"),
     ],
 )
 def test_a_wrong_value_is_named(changes: dict[str, Any], message: str) -> None:

@@ -17,6 +17,7 @@ from tests.workers.doubles import (
     begin,
     decode,
     expected_output,
+    filled_from,
     generate,
     make_engine,
     make_prompt,
@@ -48,7 +49,7 @@ def hand_over(source: Engine, target: Engine, prompt: Prompt, cuts: tuple[int, .
     bounds = (0, *cuts, len(sequence.table))
     for start, stop in pairwise(bounds):
         arrays = [array.copy() for array in source.cache.read(sequence.table[start:stop])]
-        target.receive(adopted, start, arrays)
+        target.receive(adopted, range(start, stop), filled_from(arrays))
     target.complete(adopted, first)
     source.finish(sequence)
     return adopted
@@ -195,9 +196,9 @@ def test_blocks_exported_and_imported_by_hash_are_kept(engine: Engine) -> None:
     target = make_engine()
     ids = engine.cache.acquire(prompt.hashes)
     arrays = engine.cache.read(ids[2:])
-    assert target.cache.import_prefix(prompt.hashes, 2, arrays) is None
+    assert target.cache.import_prefix(prompt.hashes, 2, filled_from(arrays)) is None
     assert target.cache.match(prompt.hashes) == 0, "its ancestors are missing"
-    assert target.cache.import_prefix(prompt.hashes, 0, engine.cache.read(ids)) is None
+    assert target.cache.import_prefix(prompt.hashes, 0, filled_from(engine.cache.read(ids))) is None
     engine.cache.release(ids)
     assert (target.cache.match(prompt.hashes), target.cache.pinned) == (5, 0)
     assert generate(target, prompt, 5) == output

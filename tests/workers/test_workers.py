@@ -444,7 +444,8 @@ async def test_a_prefill_worker_that_dies_leaves_nothing_on_the_decode_side(clus
     await until(lambda: "accept_handover" in cluster.handles["d0"].calls)
     worker = cluster.workers["p0"]
     (entry,) = worker._entries.values()
-    parts = [part.result() for part in entry.parts]
+    assert entry.outgoing is not None
+    parts = await entry.outgoing.rest()
     cluster.fabric.clear()
     with pytest.raises(Exception, match="released"):
         await cluster.workers["d0"].accept_handover(job, placement, cluster.outputs["r1"][0], parts)

@@ -7,10 +7,11 @@
     |-- CorruptTransfer        length or checksum is not what the ticket says
     `-- TransferTimeout        the bytes did not come in time
 
-KV travels as one uint8 array a layer, [blocks, bytes of a block in that layer], packed by the transport into one object. A
-ticket is picklable and describes the bytes completely, so a target refuses what it cannot hold before it reads anything. An
-offer lives until it is released or its lease ends; a target never gets bytes of a dead offer. `offer` and `fetch` block and may
-be called from several threads at once; whatever they raise, nothing is left behind.
+KV is offered and filled where it lies (`blocks.py`): some blocks of all layers, or of a group of layers, so that one group may
+travel while the next is computed. A ticket is picklable and describes the bytes completely, so a target refuses what it cannot
+hold before it reads anything. An offer lives until it is released or its lease ends; a fetch that returns has brought bytes
+that were on offer all the while. `offer` and `fetch` block and may be called from several threads at once; when a fetch raises,
+what it was to fill holds anything, and nothing else is left behind.
 """
 
 from __future__ import annotations
@@ -18,12 +19,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-KVArray: TypeAlias = NDArray[np.uint8]
+from workers.kv_transfer.blocks import KVArray as KVArray  # part of the contract
+from workers.kv_transfer.blocks import KVBlocks
 
 
 class TransferError(Exception):
@@ -69,20 +68,29 @@ class KVDescriptor:
 
 @dataclass(frozen=True, slots=True)
 class KVTicket:
-    """The right to fetch one offer. `location` belongs to the transport. `expires_s` is Unix time: clocks of a cluster must
-    agree to well within a lease. `checksum` is the XXH3 of all bytes, None where they never leave the process."""
+    """The right to fetch one offer: `blocks` blocks of layers `first_layer .. first_layer + layers`.
+
+    `location` belongs to the transport. `expires_s` is Unix time: clocks of a cluster must agree to well within a lease.
+    `checksums` are the XXH3 of each block over these layers, None where the bytes do not leave what is trusted.
+    """
 
     id: str
     transport: str
     kv: KVDescriptor
     blocks: int
-    checksum: int | None
+    first_layer: int
+    layers: int
+    checksums: tuple[int, ...] | None
     expires_s: float
     location: Any
 
     @property
     def nbytes(self) -> int:
-        return self.blocks * self.kv.block_bytes
+        return self.blocks * self.layers * self.kv.layer_block_bytes
+
+    @property
+    def stop_layer(self) -> int:
+        return self.first_layer + self.layers
 
 
 class KVTransport(ABC):
@@ -104,12 +112,19 @@ class KVTransport(ABC):
         """How many offers are alive."""
 
     @abstractmethod
-    def offer(self, arrays: Sequence[KVArray], lease_s: float) -> KVTicket:
-        """Publish KV, one array a layer. The source must keep the arrays as they are until the offer is released."""
+    def register(self, rows: Sequence[KVArray]) -> None:
+        """Tell of memory that offers will lie in and fetches will fill, so that it is made ready once and not each time.
+
+        The caller keeps it until `close`.
+        """
 
     @abstractmethod
-    def fetch(self, ticket: KVTicket, timeout_s: float) -> list[KVArray]:
-        """The offered arrays, verified; they may be read-only and are valid as long as they are referenced."""
+    def offer(self, blocks: KVBlocks, lease_s: float) -> KVTicket:
+        """Publish KV. The source must keep the blocks as they are until the offer is released."""
+
+    @abstractmethod
+    def fetch(self, ticket: KVTicket, into: KVBlocks, timeout_s: float, first: int = 0) -> None:
+        """Fill `into`, which belongs to the caller, with the offered blocks `first...`, as many as `into` has, verified."""
 
     @abstractmethod
     def release(self, ticket_id: str) -> None:

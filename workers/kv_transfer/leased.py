@@ -1,8 +1,8 @@
-"""What all transports share: ids, leases, layout checks and checksums around two primitives, publish and receive.
+"""What all transports share: ids, leases, layout checks and checksums around three primitives, publish, receive and withdraw.
 
 A transport derives from `LeasedTransport` and says how bytes are published, received and withdrawn. Everything that may be
 refused is refused here, in the same words for all: a foreign ticket, another layout, an expired lease, a wrong length, a wrong
-checksum.
+checksum. A lease that ends during a fetch fails it, since the source may have used its blocks again meanwhile.
 """
 
 from __future__ import annotations
@@ -14,11 +14,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import xxhash
-
 from workers.kv_transfer.base import (
     CorruptTransfer,
-    KVArray,
     KVDescriptor,
     KVTicket,
     KVTransport,
@@ -26,10 +23,11 @@ from workers.kv_transfer.base import (
     OfferGone,
     TransferError,
 )
+from workers.kv_transfer.blocks import KVArray, KVBlocks
 
 
 class LeasedTransport(KVTransport):
-    """Book-keeping of offers. `checksums` says whether bytes leave the process' trust."""
+    """Book-keeping of offers. `checksums` says whether bytes leave what is trusted."""
 
     checksums = True
 
@@ -43,28 +41,31 @@ class LeasedTransport(KVTransport):
     def offered(self) -> int:
         return len(self._leases)
 
-    def offer(self, arrays: Sequence[KVArray], lease_s: float) -> KVTicket:
-        blocks = self._check_shapes(arrays, None)
-        checksum = _checksum(arrays) if self.checksums else None
+    def register(self, rows: Sequence[KVArray]) -> None:
+        """Most transports take memory as it comes."""
+
+    def offer(self, blocks: KVBlocks, lease_s: float) -> KVTicket:
+        self._check_shapes(blocks)
+        checksums = blocks.checksums() if self.checksums else None
         offer_id = uuid.uuid4().hex
-        location = self._publish(offer_id, arrays)
+        location = self._publish(offer_id, blocks)
         expires_s = self._clock() + lease_s
         with self._lock:
             self._leases[offer_id] = expires_s
-        return KVTicket(offer_id, self.name, self.kv, blocks, checksum, expires_s, location)
+        extent = len(blocks.ids), blocks.first_layer, len(blocks.rows)
+        return KVTicket(offer_id, self.name, self.kv, *extent, checksums, expires_s, location)
 
-    def fetch(self, ticket: KVTicket, timeout_s: float) -> list[KVArray]:
+    def fetch(self, ticket: KVTicket, into: KVBlocks, timeout_s: float, first: int = 0) -> None:
         if ticket.transport != self.name:
             raise TransferError(f"ticket {ticket.id} is for transport {ticket.transport!r}; this worker has {self.name!r}")
         if ticket.kv != self.kv:
             raise LayoutMismatch(f"offered KV is {ticket.kv}; this cache holds {self.kv}")
-        if self._clock() >= ticket.expires_s:
-            raise OfferGone(f"the lease of offer {ticket.id} is over")
-        arrays = self._receive(ticket, timeout_s)
-        self._check_shapes(arrays, ticket.blocks)
-        if ticket.checksum is not None and _checksum(arrays) != ticket.checksum:
-            raise CorruptTransfer(f"the checksum of offer {ticket.id} does not match its bytes")
-        return arrays
+        self._check_extent(ticket, into, first)
+        self._check_lease(ticket)
+        self._receive(ticket, into, first, timeout_s)
+        self._check_lease(ticket)
+        if ticket.checksums is not None and ticket.checksums[first : first + len(into.ids)] != into.checksums():
+            raise CorruptTransfer(f"the checksums of offer {ticket.id} do not match its bytes")
 
     def release(self, ticket_id: str) -> None:
         with self._lock:
@@ -84,31 +85,43 @@ class LeasedTransport(KVTransport):
         for offer_id in list(self._leases):
             self.release(offer_id)
 
-    def _check_shapes(self, arrays: Sequence[KVArray], blocks: int | None) -> int:
-        """The number of blocks. Before an offer a wrong shape is the caller's mistake, after a fetch it is damage."""
-        count = blocks if blocks is not None else (len(arrays[0]) if arrays else 0)
-        shape = (count, self.kv.layer_block_bytes)
-        if len(arrays) == self.kv.num_layers and all(array.shape == shape for array in arrays):
-            return count
-        found = f"{len(arrays)} arrays of shapes {sorted({array.shape for array in arrays})}"
-        error = LayoutMismatch if blocks is None else CorruptTransfer
-        raise error(f"KV is {found}; {self.kv.num_layers} of shape {shape} are expected")
+    def _check_lease(self, ticket: KVTicket) -> None:
+        if self._clock() >= ticket.expires_s:
+            raise OfferGone(f"the lease of offer {ticket.id} is over")
+
+    def _check_shapes(self, blocks: KVBlocks) -> None:
+        """Before anything is published: the caller's memory is what the descriptor says."""
+        stop = blocks.first_layer + len(blocks.rows)
+        fits = all(rows.ndim == 2 and rows.shape[1] == self.kv.layer_block_bytes for rows in blocks.rows)
+        highest = max(blocks.ids, default=0)
+        if not (blocks.rows and stop <= self.kv.num_layers and fits and all(highest < len(rows) for rows in blocks.rows)):
+            found = f"layers {blocks.first_layer}..{stop} with shapes {sorted({rows.shape for rows in blocks.rows})}"
+            expected = f"at most {self.kv.num_layers} layers of {self.kv.layer_block_bytes} B a block, blocks up to {highest}"
+            raise LayoutMismatch(f"KV is {found}; {expected} are expected")
+
+    def _check_extent(self, ticket: KVTicket, into: KVBlocks, first: int) -> None:
+        self._check_shapes(into)
+        layers = into.first_layer, len(into.rows)
+        if layers != (ticket.first_layer, ticket.layers) or first < 0 or first + len(into.ids) > ticket.blocks:
+            asked = f"blocks {first}..{first + len(into.ids)} of layers {layers[0]}..{sum(layers)}"
+            raise LayoutMismatch(f"{asked} are asked of offer {ticket.id}; it has {_extent(ticket)}")
 
     @abstractmethod
-    def _publish(self, offer_id: str, arrays: Sequence[KVArray]) -> Any:
+    def _publish(self, offer_id: str, blocks: KVBlocks) -> Any:
         """Make the bytes fetchable; returns the ticket's location."""
 
     @abstractmethod
-    def _receive(self, ticket: KVTicket, timeout_s: float) -> list[KVArray]:
-        """The bytes at the ticket's location. Raises `TransferError`."""
+    def _receive(self, ticket: KVTicket, into: KVBlocks, first: int, timeout_s: float) -> None:
+        """Fill `into` from the ticket's location. Raises `TransferError`."""
 
     @abstractmethod
     def _withdraw(self, offer_id: str) -> None:
         """Let go of an offer's bytes."""
 
 
-def _checksum(arrays: Sequence[KVArray]) -> int:
-    digest = xxhash.xxh3_64()
-    for array in arrays:
-        digest.update(array.data)
-    return digest.intdigest()
+def _extent(ticket: KVTicket) -> str:
+    return f"{ticket.blocks} blocks of layers {ticket.first_layer}..{ticket.stop_layer}"
+
+
+def wrong_length(ticket: KVTicket, found: str) -> CorruptTransfer:
+    return CorruptTransfer(f"offer {ticket.id} holds {found}; {_extent(ticket)} are expected")

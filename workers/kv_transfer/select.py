@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
-from workers.kv_transfer.base import KVDescriptor, KVTransport
+from workers.kv_transfer.base import KVDescriptor, KVTransport, TransportUnavailable
 from workers.kv_transfer.throttled import LinkLimit, ThrottledTransport
+
+logger = logging.getLogger(__name__)
 
 
 def _loopback(kv: KVDescriptor) -> KVTransport:
@@ -15,12 +18,91 @@ def _loopback(kv: KVDescriptor) -> KVTransport:
 
 
 def _object_store(kv: KVDescriptor) -> KVTransport:
-    from workers.kv_transfer.object_store import ObjectStoreTransport
+    from workers.kv_transfer.object_store import ObjectStoreTransport, spans_hosts
 
-    return ObjectStoreTransport(kv)
+    return ObjectStoreTransport(kv, checksums=spans_hosts())
 
 
-TRANSPORTS: dict[str, Callable[[KVDescriptor], KVTransport]] = {"loopback": _loopback, "object_store": _object_store}
+def _rdt_nixl(kv: KVDescriptor) -> KVTransport:
+    from workers.kv_transfer.rdt import DirectTransport
+
+    return DirectTransport(kv)
+
+
+def _nixl(kv: KVDescriptor) -> KVTransport:
+    from workers.kv_transfer.nixl import NixlTransport
+
+    return NixlTransport(kv)
+
+
+def _nixl_rdma(kv: KVDescriptor) -> KVTransport:
+    from workers.kv_transfer.nixl import NixlRdmaTransport
+
+    return NixlRdmaTransport(kv)
+
+
+def _mooncake(kv: KVDescriptor) -> KVTransport:
+    from workers.kv_transfer.mooncake import MooncakeTransport
+
+    return MooncakeTransport(kv, _own_address())
+
+
+def _mooncake_rdma(kv: KVDescriptor) -> KVTransport:
+    from workers.kv_transfer.mooncake import MooncakeRdmaTransport
+
+    return MooncakeRdmaTransport(kv, _own_address())
+
+
+def _own_address() -> str:
+    """The address that other hosts of the cluster know this one by."""
+    import ray
+
+    address: str = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"  # type: ignore[no-untyped-call]
+    return address
+
+
+TRANSPORTS: dict[str, Callable[[KVDescriptor], KVTransport]] = {
+    "loopback": _loopback,
+    "object_store": _object_store,
+    "rdt_nixl": _rdt_nixl,
+    "nixl": _nixl,
+    "nixl_rdma": _nixl_rdma,
+    "mooncake": _mooncake,
+    "mooncake_rdma": _mooncake_rdma,
+}
+
+
+AUTOMATIC = "auto"
+AUTOMATIC_ORDER = ("object_store", "nixl", "mooncake")
+
+
+def transport_names(text: str) -> tuple[str, ...]:
+    """What `transport` of a configuration names: one, several in order of preference, or `auto` for all that are here.
+
+    Raises `ValueError`.
+    """
+    if text == AUTOMATIC:
+        return AUTOMATIC_ORDER
+    names = tuple(name.strip() for name in text.split(","))
+    unknown = [name for name in names if name not in TRANSPORTS]
+    if unknown or len(set(names)) < len(names):
+        allowed = f"{AUTOMATIC}, or one or several, each once, of {', '.join(sorted(TRANSPORTS))}"
+        raise ValueError(f"transport is {text!r}; allowed: {allowed}")
+    return names
+
+
+def make_transports(text: str, kv: KVDescriptor, limit: LinkLimit | None = None) -> dict[str, KVTransport]:
+    """The transports that `text` names, in its order. With `auto`, those that cannot work here are left out; one that is asked
+    for by name and cannot work raises `TransportUnavailable`."""
+    made = {}
+    for name in transport_names(text):
+        try:
+            made[name] = make_transport(name, kv, limit)
+        except TransportUnavailable as error:
+            if text != AUTOMATIC:
+                raise
+            logger.info("not used: %s", error)
+    return made
 
 
 def make_transport(name: str, kv: KVDescriptor, limit: LinkLimit | None = None) -> KVTransport:

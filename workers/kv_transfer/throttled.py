@@ -1,7 +1,7 @@
 """A slower link, for tests and demonstrations: any transport, with its fetches held back to a bandwidth and a latency.
 
-The link is shared: transfers that overlap queue behind each other. It says what it is in `protocol`, so that a figure measured
-over it can never pass for one of the real link.
+The link is shared: transfers that overlap get equal parts of it, as on a real one. It says what it is in `protocol`, so that a
+figure measured over it can never pass for one of the real link.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from workers.kv_transfer.base import KVArray, KVTicket, KVTransport, TransferTimeout
+from workers.kv_transfer.base import KVTicket, KVTransport, TransferTimeout
+from workers.kv_transfer.blocks import KVArray, KVBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +40,47 @@ class LinkLimit:
         return f"throttled{speed}, {self.latency_ms:g} ms latency"
 
 
+class SharedLink:
+    """Bytes on a link of limited bandwidth. Time on it is counted in bytes that each transfer under way has been given, so a
+    transfer ends when its own have come, whatever others come and go meanwhile. Thread-safe."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._changed = threading.Condition()
+        self._given_bytes = 0.0
+        self._under_way = 0
+        self._counted_s = time.monotonic()
+
+    def carry(self, nbytes: int, deadline_s: float) -> bool:
+        """Wait as long as the bytes take; False when that is past the deadline."""
+        with self._changed:
+            self._join(1)
+            end_bytes = self._given_bytes + nbytes
+            try:
+                while self._given_bytes < end_bytes and self._counted_s < deadline_s:
+                    rest_s = (end_bytes - self._given_bytes) * self._under_way / self._bytes_per_s
+                    self._changed.wait(max(0.0, min(rest_s, deadline_s - self._counted_s)))
+                    self._count()
+            finally:
+                self._join(-1)
+            return self._given_bytes >= end_bytes
+
+    def _join(self, step: int) -> None:
+        self._count()
+        self._under_way += step
+        self._changed.notify_all()
+
+    def _count(self) -> None:
+        now_s = time.monotonic()
+        self._given_bytes += (now_s - self._counted_s) * self._bytes_per_s / max(1, self._under_way)
+        self._counted_s = now_s
+
+
 class ThrottledTransport(KVTransport):
     def __init__(self, inner: KVTransport, limit: LinkLimit) -> None:
         self._inner = inner
         self._limit = limit
-        self._lock = threading.Lock()
-        self._busy_until_s = 0.0
+        self._link = None if limit.link_gbps is None else SharedLink(limit.link_gbps * 1e9 / 8)
 
     @property
     def name(self) -> str:
@@ -58,20 +94,22 @@ class ThrottledTransport(KVTransport):
     def offered(self) -> int:
         return self._inner.offered
 
-    def offer(self, arrays: Sequence[KVArray], lease_s: float) -> KVTicket:
-        return self._inner.offer(arrays, lease_s)
+    def register(self, rows: Sequence[KVArray]) -> None:
+        self._inner.register(rows)
 
-    def fetch(self, ticket: KVTicket, timeout_s: float) -> list[KVArray]:
-        began_s = time.monotonic()
-        with self._lock:
-            sent_s = max(self._busy_until_s, began_s) + self._limit.transfer_s(ticket.nbytes)
-            due_s = sent_s + self._limit.latency_ms / 1000
-            if due_s - began_s > timeout_s:
-                raise TransferTimeout(f"offer {ticket.id} would take {due_s - began_s:.3f} s, more than {timeout_s:g} s")
-            self._busy_until_s = sent_s
-        arrays = self._inner.fetch(ticket, timeout_s)
-        time.sleep(max(0.0, due_s - time.monotonic()))
-        return arrays
+    def offer(self, blocks: KVBlocks, lease_s: float) -> KVTicket:
+        return self._inner.offer(blocks, lease_s)
+
+    def fetch(self, ticket: KVTicket, into: KVBlocks, timeout_s: float, first: int = 0) -> None:
+        """Takes what the limited link takes; the bytes themselves move when it has let them through."""
+        deadline_s = time.monotonic() + timeout_s
+        least_s = self._limit.transfer_s(into.nbytes) + self._limit.latency_ms / 1000
+        if least_s > timeout_s:
+            raise TransferTimeout(f"offer {ticket.id} would take {least_s:.3f} s, more than {timeout_s:g} s")
+        time.sleep(self._limit.latency_ms / 1000)
+        if self._link is not None and not self._link.carry(into.nbytes, deadline_s):
+            raise TransferTimeout(f"offer {ticket.id} takes more than {timeout_s:g} s over a link that others use too")
+        self._inner.fetch(ticket, into, max(0.0, deadline_s - time.monotonic()), first)
 
     def release(self, ticket_id: str) -> None:
         self._inner.release(ticket_id)

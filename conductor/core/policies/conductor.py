@@ -61,11 +61,12 @@ def _pulled_if_faster(terms: PrefillTerms, best: Holder) -> Reuse:
     reused = np.maximum(local, terms.best_tokens)
     missing = reused - local
     computed_s, prefill_s = terms.prefill_s(local), terms.prefill_s(reused)
-    transfer_s = overlapped_s(terms.transfer_s(missing), prefill_s, terms.pool)
+    pull_tokens, pull_s = missing.copy(), terms.transfer_s(missing)
+    transfer_s = overlapped_s(pull_s, prefill_s, terms.pool)
     stays = ~((prefill_s + transfer_s < computed_s) & (missing > 0.0))
     np.putmask(prefill_s, stays, computed_s)
     transfer_s[stays] = missing[stays] = 0.0
-    return Reuse(transfer_s, prefill_s, fetched_tokens=missing, sources=(best,))
+    return Reuse(transfer_s, prefill_s, missing, sources=(best,), pull_tokens=pull_tokens, pull_s=pull_s)
 
 
 def _restored_if_faster(reuse: Reuse, terms: PrefillTerms) -> Reuse:
