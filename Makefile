@@ -13,7 +13,7 @@ RUNTIME := $(VENV)/.runtime-installed
 DEVELOP := $(VENV)/.develop-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev model serve test check format bench clean
+.PHONY: help install install-dev model serve test coverage check format bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,10 @@ serve: model ## Set up, start a local cluster, and serve the default model on PO
 test: $(DEVELOP) model ## Set up and run the whole test suite
 	@echo "==> Running the tests"
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+coverage: $(DEVELOP) ## Run the tests of the decision core, which must take every branch of it
+	@echo "==> Running the tests of conductor/core with branch coverage"
+	@$(BIN)/python -m pytest tests/core --cov=conductor.core --cov-branch --cov-report=term-missing:skip-covered --cov-fail-under=100
 
 check: $(DEVELOP) ## Format, lint, types, spelling: the same as pre-commit
 	@echo "==> ruff format, ruff check, mypy, codespell"

@@ -36,9 +36,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")
 @cache_app.command("ls")
 def ls(hash_: OptionalHash = None, url: Url = None, directory: Directory = None, as_json: AsJson = False) -> None:
     """Prefixes, latest use first; with a hash, the blocks that lead to it."""
-    columns = ("worker", "tier", "hash", "blocks", "class", "last_used", "pinned")
     if chosen(url, directory) is not None:
-        show(offline_prefixes(directory_of(directory), hash_), columns, as_json)
+        rows = offline_prefixes(directory_of(directory), hash_)
+        show(rows, ("hash", "blocks", "class", "stored", "pinned"), as_json)
         return
     answer = ask(url, "GET", "/ls", {} if hash_ is None else {"hash": hash_})
     rows = [
@@ -46,7 +46,7 @@ def ls(hash_: OptionalHash = None, url: Url = None, directory: Directory = None,
         for worker, tier, prefixes in per_tier(answer)
         for prefix in prefixes
     ]
-    show(rows, columns, as_json)
+    show(rows, ("worker", "tier", "hash", "blocks", "class", "last_used", "pinned"), as_json)
 
 
 @cache_app.command("stats")
@@ -82,9 +82,13 @@ def drop(hash_: OptionalHash = None, url: Url = None, as_json: AsJson = False) -
 def verify(hash_: OptionalHash = None, url: Url = None, directory: Directory = None, as_json: AsJson = False) -> None:
     """Read blocks and check them; exit code 1 when one is damaged."""
     if chosen(url, directory) is not None:
-        rows = [row for row in offline_blocks(directory_of(directory), payloads=True) if row["damage"]]
+        if hash_ is not None:
+            raise failed("a directory is verified as a whole; give no hash", BAD_INPUT)
+        blocks = offline_blocks(directory_of(directory), payloads=True)
+        rows = [row for row in blocks if row["damage"]]
         show(rows, ("hash", "damage", "path"), as_json)
         damaged = len(rows)
+        Console(stderr=True).print(f"{damaged} of {len(blocks)} blocks are damaged", highlight=False)
     else:
         answer = ask(url, "POST", "/verify", {} if hash_ is None else {"hash": hash_})
         rows = [{**counts, "worker": worker, "tier": tier} for worker, tier, counts in per_tier(answer)]
@@ -168,21 +172,26 @@ def offline_prefixes(directory: Path, hash_: str | None) -> list[dict[str, Any]]
     inner = {block["parent"] for block in blocks.values()}
     ends: Iterable[int] = [name for name in blocks if name not in inner]
     if hash_ is not None:
-        ends = chain(int(hash_, 16), blocks)
+        ends = chain(hash_of(hash_), blocks)
     rows = [
         {
-            "worker": "",
-            "tier": "",
             "hash": blocks[name]["hash"],
             "blocks": len(chain(name, blocks)),
             "class": blocks[name]["traffic_class"],
-            "last_used": age(blocks[name]["stored_s"]),
-            "last_used_s": blocks[name]["stored_s"],
+            "stored": age(blocks[name]["stored_s"]),
+            "stored_s": blocks[name]["stored_s"],
             "pinned": blocks[name]["pinned"],
         }
         for name in ends
     ]
-    return sorted(rows, key=lambda row: -row["last_used_s"]) if hash_ is None else rows
+    return sorted(rows, key=lambda row: -row["stored_s"]) if hash_ is None else rows
+
+
+def hash_of(text: str) -> int:
+    try:
+        return int(text, 16)
+    except ValueError:
+        raise failed(f"hash {text!r} is not allowed; allowed: hexadecimal digits", BAD_INPUT) from None
 
 
 def chain(name: int | None, blocks: Mapping[int, Mapping[str, Any]]) -> list[int]:

@@ -59,6 +59,7 @@ def restore(cache: DeviceCache, tier: KVTier, names: Sequence[BlockHash]) -> Res
     table, held = reserved
     group = max(1, RESTORE_GROUP_BYTES // cache.kv.block_bytes)
     done = held
+    tier.expect(names[held:])
     try:
         while done < len(names):
             wanted = names[done : done + group]

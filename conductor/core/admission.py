@@ -68,12 +68,18 @@ def admit_to_decode(
 
 
 def objectives(request: Request, config: SchedulerConfig) -> SLO:
-    if config.slo == SLO():
+    if config.slo.ttft_s is None and config.slo.tbt_s is None:
         return request.slo
     return SLO(
         ttft_s=config.slo.ttft_s if request.slo.ttft_s is None else request.slo.ttft_s,
         tbt_s=config.slo.tbt_s if request.slo.tbt_s is None else request.slo.tbt_s,
     )
+
+
+def may_refuse(request: Request, config: SchedulerConfig) -> bool:
+    """Whether any prediction could lead to a refusal at all."""
+    slo = objectives(request, config)
+    return config.admission != "none" and (slo.ttft_s is not None or slo.tbt_s is not None)
 
 
 def refuse(request: Request, reason: RejectReason, message: str, retry_after_s: float) -> Rejection:

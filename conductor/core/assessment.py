@@ -101,7 +101,8 @@ class Assessor:
 
     def may_be_taken(self, state: RequestState) -> bool:
         """Whether there is a worker for each phase that takes new work, serves the model and has not failed the request."""
-        return all(some(eligible(pool, state.request, state.avoid)) for pool in (self._view.prefill, self._view.decode))
+        request, view = state.request, self._view
+        return some(eligible(view.prefill, request, state.avoid)) and some(eligible(view.decode, request, state.avoid))
 
     def nobody(self, state: RequestState) -> Rejection:
         """The refusal of a request that no worker may take."""

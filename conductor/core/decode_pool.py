@@ -127,9 +127,6 @@ class DecodePool(WorkerTable):
         self.correction[row] = correction
         self.low_factor[row], self.high_factor[row] = math.exp(-log_error), math.exp(log_error)
 
-    def reservations(self, worker: WorkerId) -> Mapping[RequestId, Reservation]:
-        return self._held[worker]
-
     def reserve(self, worker: WorkerId, request: RequestId, blocks: int, context_tokens: int) -> None:
         row = self.row[worker]
         self._held[worker][request] = Reservation(blocks, context_tokens)

@@ -9,21 +9,20 @@ rejection by the present load makes the two pools swing against each other. (Moo
 
 from __future__ import annotations
 
-import numpy as np
-
 from conductor.core.decode_pool import DecodePool
 from conductor.core.decode_timeline import DecodeTimeline
 from conductor.core.placement import Situation
+from conductor.core.worker_table import mean_of
 
 
 def prefill_load(situation: Situation, ttft_objective_s: float) -> float:
     """How long a request that arrives at this moment waits, on average, for a prefill worker."""
-    return float(situation.terms.queue_s.mean() + situation.backlog_s) / ttft_objective_s
+    return (mean_of(situation.terms.queue_s) + situation.backlog_s) / ttft_objective_s
 
 
 def decode_load(situation: Situation, tbt_objective_s: float) -> float:
     pool = situation.view.decode
-    return float(pool.joined_step_s(situation.need.context_tokens).mean()) / tbt_objective_s
+    return mean_of(pool.joined_step_s(situation.need.context_tokens)) / tbt_objective_s
 
 
 def decode_load_ahead(situation: Situation, timeline: DecodeTimeline, prefill_end_s: float, tbt_objective_s: float) -> float:
@@ -38,4 +37,4 @@ def decode_load_ahead(situation: Situation, timeline: DecodeTimeline, prefill_en
 def mean_step_s(pool: DecodePool, batch: float, context_tokens: float) -> float:
     """A step when every worker has `batch` sequences that hold `context_tokens`, averaged over the workers."""
     steps_s = (pool.base_s + pool.per_sequence_s * batch + pool.per_context_token_s * context_tokens) * pool.correction
-    return float(np.mean(steps_s))
+    return mean_of(steps_s)

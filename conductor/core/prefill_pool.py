@@ -228,9 +228,6 @@ class PrefillPool(WorkerTable):
         foreign_s = min(max(float(self.foreign_end_s[row]) - now, 0.0), float(self.foreign_s[row]))
         return max(float(self.running_end_s[row]) - now, 0.0) + float(self.pending_s[row]) + foreign_s
 
-    def outstanding(self, worker: WorkerId) -> Mapping[RequestId, PrefillJob]:
-        return self._work[worker]
-
     def book(self, worker: WorkerId, request: RequestId, job: PrefillJob, now: float) -> None:
         """Count work that has just been dispatched."""
         work, row = self._work[worker], self.row[worker]

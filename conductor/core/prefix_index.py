@@ -216,10 +216,9 @@ class PrefixIndex:
                 self._walked |= broken
                 self.version += 1
                 return self._depths(hashes)
+        self._write_out(depths, losses)
         if walked:
-            losses += self._walk(hashes, 0, walked)
-        for depth, lost in losses:
-            self._write(depths, lost, depth)
+            self._write_out(depths, self._walk(hashes, 0, walked))
         return depths
 
     def _bisect(self, hashes: Sequence[BlockHash], asked: int) -> list[Loss]:
@@ -291,6 +290,13 @@ class PrefixIndex:
             return 1, total, 0
         here = get(hashes[depth]) & mask
         return (depth + 1, total, 0) if here == mask else (depth, depth, here)
+
+    def _write_out(self, depths: IntArray, losses: Sequence[Loss]) -> None:
+        """At each loss write the depth of all that still had blocks: the many that have the root are mostly the same."""
+        held = sum(lost for _, lost in losses)
+        for depth, lost in losses:
+            self._write(depths, held, depth)
+            held ^= lost
 
     def _write(self, depths: IntArray, mask: int, depth: int) -> None:
         """Set the depth of every slot in `mask`."""

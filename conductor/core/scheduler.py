@@ -31,7 +31,7 @@ from conductor.core.policies import policy_named
 from conductor.core.policies.conductor import least_work_s
 from conductor.core.prefix_index import PrefixIndex
 from conductor.core.requests import Outcome, Phase, RequestState, RequestTable
-from conductor.core.types import SLO, FinishReason, Rejection, RejectReason, RequestId, WorkerId
+from conductor.core.types import FinishReason, Rejection, RejectReason, RequestId, WorkerId
 
 FREEING = frozenset(
     (ev.PrefillFinished, ev.HandoverFinished, ev.RequestFailed, ev.RequestCancelled, ev.WorkerJoined, ev.WorkerLost)
@@ -193,7 +193,7 @@ class Scheduler:
             waiting = len(self._line) * len(self._view.prefill)
             one_s = self._line.work_s / waiting if waiting else 1.0
             return self._reject(state, admission.refuse(state.request, RejectReason.QUEUE_FULL, message, one_s))
-        if self.config.admission != "none" and admission.objectives(state.request, self.config) != SLO():
+        if admission.may_refuse(state.request, self.config):
             hopeless = self._hopeless(state, now)
             if hopeless:
                 return hopeless

@@ -34,6 +34,11 @@ def lowest_of(values: FloatArray) -> float:
     return float(values[values.argmin()])
 
 
+def mean_of(values: FloatArray) -> float:
+    """The mean of a column that is not empty, as quickly."""
+    return float(np.add.reduce(values)) / len(values)
+
+
 class WorkerTable:
     """`ids` is replaced, never changed, when rows come or go: whoever keeps a reference keeps the names of its rows.
 

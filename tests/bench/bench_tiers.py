@@ -187,7 +187,7 @@ def figures(opened: OpenedTiers, root: Path) -> list[Figure]:
     disk_s = restore_s(tiers[Tier.DISK], names, root / "disk")
     shared_s = restore_s(tiers[Tier.SHARED], names, root / "shared")
     cost, thread_cost = write_behind_costs(opened)
-    compute_s, _ = prefill("again", lambda names: None)
+    compute_s = min(prefill(f"again-{number}", lambda names: None)[0] for number in range(2))
     size = f"{nbytes / 1e6:.0f} MB, memcpy {1000 * copy_s:.1f} ms"
     return [
         at_most("host_map_over_memcpy", map_s / copy_s, 1.5, "ratio", f"mapped and verified in {1000 * map_s:.1f} ms; {size}"),

@@ -7,6 +7,7 @@ The requests are real: four documents, several questions on each, and some that 
 
 from __future__ import annotations
 
+import shutil
 import sys
 import tempfile
 import threading
@@ -56,7 +57,7 @@ def main() -> None:
         options = webdriver.ChromeOptions()
         for flag in (*FLAGS, f"--user-data-dir={profile}", "--blink-settings=preferredColorScheme=1"):
             options.add_argument(flag)
-        browser = Browser(webdriver.Chrome(options=options, service=Service("/usr/bin/chromedriver")))
+        browser = Browser(webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver"))))
         browser.size(1440, 1200)
         browser.open(f"{url}/dashboard")
         browser.drawn()

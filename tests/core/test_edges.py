@@ -218,7 +218,7 @@ def test_a_prefill_told_by_another_worker_changes_nothing() -> None:
     placed = driven.place(request("r1"))
     other = "p1" if placed.prefill == "p0" else "p0"
     driven(PrefillFinished("r1", 1, other, 0, 0.07))
-    assert driven.scheduler._view.prefill.outstanding(placed.prefill).keys() == {"r1"}
+    assert driven.scheduler._view.prefill._work[placed.prefill].keys() == {"r1"}
 
 
 def test_node_tiers_live_as_long_as_any_worker_of_the_node() -> None:
@@ -409,3 +409,19 @@ def test_claims_on_a_node_s_memory_outlive_one_of_its_two_workers() -> None:
         driven.store(name, blocks(4))
     driven(WorkerLost("p0", 1))
     assert driven.scheduler._index.holders(blocks(4)[3]) == (Holder("p1", Tier.DEVICE), Holder("n1", Tier.HOST))
+
+
+def test_a_request_that_overtakes_another_on_its_worker_leaves_the_queue_as_long_as_it_is() -> None:
+    """The worker began with the second; the sum over both is what the next has to wait for."""
+    driven = drive(joins=cluster(1, 1))
+    for name in ("r1", "r2"):
+        driven.place(request(name, tokens=6400))
+    driven(PrefillStarted("r2", 1, "p0"), at=0.1)
+    assert driven.place(request("r3")).ttft.queue_s == pytest.approx(2 * 0.65 - 0.1)
+
+
+def test_what_was_never_reserved_cannot_be_given_back() -> None:
+    pool = drive(joins=cluster(1, 1)).scheduler._view.decode
+    pool.release("d0", "r9")
+    pool.check()
+    assert pool.reserved_blocks.tolist() == [0.0]

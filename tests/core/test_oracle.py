@@ -106,7 +106,7 @@ class RandomCluster:
             held = rng.choice((0, 0, full, rng.randint(0, full), (full + 1) // 2))
             self.index.store(Holder(name, Tier.DEVICE), None, hashes[:held])
             queue_s = rng.choice((0.0, 0.0, rng.uniform(0.0, 0.5)))
-            for old in list(pool.outstanding(name)):
+            for old in list(pool._work[name]):
                 pool.release(name, old, float(number))
             if queue_s:
                 pool.book(name, f"job-{number}", PrefillJob(queue_s, 64), float(number))

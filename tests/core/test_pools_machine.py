@@ -183,7 +183,7 @@ class ViewMachine(RuleBasedStateMachine):
             )
             assert abs(queue_s[row] - expected_s) < 1e-9
             assert abs(self.view.prefill.worker_queue_s(name, self.now) - expected_s) < 1e-9
-            assert set(self.view.prefill.outstanding(name)) == set(worker.work)
+            assert set(self.view.prefill._work[name]) == set(worker.work)
             assert self.view.prefill.accepts[row] == worker.accepts
 
     @invariant()
@@ -195,7 +195,7 @@ class ViewMachine(RuleBasedStateMachine):
             assert pool.active_batch[row] == sum(active for *_, active in held.values())
             assert pool.incoming_context[row] == sum(context for _, context, active in held.values() if not active)
             assert (pool.foreign_batch[row], pool.foreign_context[row]) == self.workers[name].foreign
-            assert set(pool.reservations(name)) == set(held)
+            assert set(pool._held[name]) == set(held)
         batches = [len(self.workers[name].reserved) + self.workers[name].foreign[0] for name in pool.ids]
         contexts = [
             sum(context for _, context, _ in self.workers[name].reserved.values()) + self.workers[name].foreign[1]

@@ -1,7 +1,7 @@
 """The whole scheduler under any interleaving of events, held against brute-force models of caches and requests.
 
 After every event `check()` runs, and a second scheduler that sees time made monotonic, and keeps nothing of what it found out
-before the event, has to answer the same (I6, I7).
+before the event, has to answer the same (I6, I7, I17).
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         commands = self.scheduler.handle(event, self.now - backwards_s)
         self.scheduler.check()
         self.forget_what_is_kept(self.twin)
-        assert self.twin.handle(event, self.now) == commands, "I6, I7: equal events in monotonic time, equal commands"
+        assert self.twin.handle(event, self.now) == commands, "I6, I7, I17: equal events in monotonic time, equal commands"
         for command in commands:
             self.ledger.obey(command, self.joined, self.joined.keys() - self.draining)
             if isinstance(command, StartPrefill):

@@ -75,6 +75,8 @@ def test_the_command_line_says_what_is_missing(live: Live, monkeypatch: pytest.M
     assert cache("stats", "--url", url, "--directory", str(tmp_path)).exit_code == 2
     assert cache("stats", "--directory", str(tmp_path / "none")).exit_code == 2
     assert cache("pin", "zz", "--url", url).exit_code == 2
+    assert cache("ls", "zz", "--directory", str(tmp_path)).exit_code == 2
+    assert cache("verify", "ff", "--directory", str(tmp_path)).exit_code == 2
     assert cache("stats", "--url", "http://127.0.0.1:9").exit_code == 3
     monkeypatch.delenv("CONDUCTOR_OPERATOR_KEY")
     assert "CONDUCTOR_OPERATOR_KEY" in cache("stats", "--url", url).output

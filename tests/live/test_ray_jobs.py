@@ -67,7 +67,7 @@ def head_node(directory: Path, **auth: str) -> Iterator[Head]:
         tree = psutil.Process(process.pid)
         try:
             head = Head(f"http://127.0.0.1:{port}", environment, directory)
-            eventually(lambda: head.submit("python", "-c", "pass").returncode == 0)  # its agent is ready after the dashboard
+            eventually(lambda: head.submit("python", "-c", "pass").returncode == 0)  # jobs are taken later than they are listed
             yield head
         finally:
             everybody = [tree, *tree.children(recursive=True)]

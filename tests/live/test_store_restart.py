@@ -55,13 +55,13 @@ def test_a_restart_finds_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         again, cached, decision_id = ask(client)
         assert (again, cached) == (first[0], 64 * FULL_BLOCKS)
         assert any(f"/{tier}" in str(decision(served, decision_id)) for tier in ("disk", "shared"))
-        operate(admin_port)
+        operate(admin_port, tmp_path / "shared")
 
     in_deployment(config, compute)
     in_deployment(config, restore)
 
 
-def operate(port: int) -> None:
+def operate(port: int, directory: Path) -> None:
     """List, verify, pin and drop through the admin port, on real tiers."""
     listed = [row for row in cache(port, "ls") if row["worker"] == "prefill-0" and row["blocks"] >= FULL_BLOCKS]
     assert {row["tier"] for row in listed} == {"disk", "shared"}
@@ -72,4 +72,5 @@ def operate(port: int) -> None:
     assert all(row["blocks"] >= FULL_BLOCKS and row["pinned"] >= FULL_BLOCKS for row in kept)
     cache(port, "pin", listed[0]["hash"], "--remove")
     cache(port, "drop")
-    assert sum(row["blocks"] for row in cache(port, "stats") if row["tier"] == "shared") == 0
+    left = CliRunner().invoke(app, ["cache", "ls", "--directory", str(directory), "--json"])
+    assert json.loads(left.stdout) == []

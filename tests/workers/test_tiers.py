@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 import shutil
 from collections.abc import AsyncIterator, Callable
@@ -315,3 +316,22 @@ async def test_a_cancelled_restore_keeps_nothing_pinned(cluster: Cluster, store:
     await cluster.submit(job, placement)
     await cluster.workers["p1"].cancel("gone", 1)
     assert await run(cluster, "p1", Tier.DISK) == REUSED
+
+
+async def test_an_operator_is_answered_in_json(cluster: Cluster, store: StoreSettings) -> None:
+    """Look, pin, drop, unpin and verify, on every tier of a worker at once; what is dropped is told."""
+    await filled(cluster, store)
+    worker = cluster.workers["p0"]
+    last = make_job("r", PROMPT).request.block_hashes[-1]
+    stats = json.loads(json.dumps(await worker.cache_command("stats", None)))
+    assert [stats[tier]["blocks"] for tier in ("host", "disk", "shared")] == [BLOCKS] * 3
+    listed = json.loads(json.dumps(await worker.cache_command("ls", None)))
+    assert {tier: [row["hash"] for row in rows] for tier, rows in listed.items()} == {key: [f"{last:032x}"] for key in listed}
+    everywhere = dict.fromkeys(listed, BLOCKS)
+    assert await worker.cache_command("pin", last) == everywhere
+    assert await worker.cache_command("drop", None) == dict.fromkeys(listed, 0)
+    assert await worker.cache_command("unpin", last) == everywhere
+    assert await worker.cache_command("verify", None) == {key: {"checked": BLOCKS, "damaged": 0} for key in listed}
+    assert await worker.cache_command("drop", None) == everywhere
+    for tier in ALL:
+        await until(lambda tier=tier: any(last in e.blocks and e.tier is tier for e in cluster.conductor.of(BlocksRemoved)))

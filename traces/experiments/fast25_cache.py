@@ -112,6 +112,7 @@ def _replication() -> Sequence[Variant]:
 def _judge_replication(runs: Runs) -> Sequence[Claim]:
     run = runs["kvcache_centric"]
     hot, warm, cold = (most_holders(rank, run) for rank in (10, 100, 10_000))
+    means = [mean_holders(rank, run) for rank in REPLICA_RANKS]
     text = f"10th: {hot:.0f}, 100th: {warm:.0f}, 10,000th: {cold:.0f}"
     return [
         Claim(
@@ -119,7 +120,11 @@ def _judge_replication(runs: Runs) -> Sequence[Claim]:
             min(hot, warm) > REPLICATION_NODES / 2,
             text,
         ),
-        Claim("replicas fall with the rank; the 10,000th block has 3 at most", hot >= warm >= cold <= 3, text),
+        Claim(
+            "replicas fall with the rank, on average over time; the 10,000th block has 3 at most",
+            means == sorted(means, reverse=True) and cold <= 3,
+            ", ".join(f"{mean:.1f}" for mean in means),
+        ),
     ]
 
 

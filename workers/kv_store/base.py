@@ -116,6 +116,9 @@ class KVTier(ABC):
         """Keep blocks, parents before what follows them; how many were not held before. Those whose parent is not held, or for
         which there is no room, are left out. Never raises because of a disk: a tier that fails says so in its stats."""
 
+    def expect(self, blocks: Sequence[BlockHash]) -> None:  # noqa: B027  a hint that a tier may do without
+        """`blocks` are about to be read in this order: begin to bring them nearer. Returns at once, and never fails."""
+
     @abstractmethod
     def read(self, blocks: Sequence[BlockHash]) -> AbstractContextManager[list[KVArray]]:
         """The verified bytes of the longest held prefix of `blocks`, whose first need not be a root; valid, and not to be

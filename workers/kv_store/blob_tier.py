@@ -89,6 +89,10 @@ class BlobTier(KVTier):
         """By bisection: the store is closed, so what is missing is missing from some block on."""
         return bisect_left(range(len(blocks)), 1, key=lambda at: int(not self._exists(blocks[at])))
 
+    def expect(self, blocks: Sequence[BlockHash]) -> None:
+        for name in blocks:
+            self._stripe(name).expect(self._path(name))
+
     @contextmanager
     def read(self, blocks: Sequence[BlockHash]) -> Iterator[list[KVArray]]:
         rows: list[KVArray] = []

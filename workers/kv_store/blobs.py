@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,6 +32,9 @@ class Blobs(Protocol):
 
     def read(self, name: str, offset: int, count: int) -> KVArray | None:
         """Up to `count` bytes; None when there is no such file."""
+
+    def expect(self, name: str) -> None:
+        """The file is about to be read. Unknown names are ignored."""
 
     def modified_s(self, name: str) -> float | None:
         """Unix time of the last write or touch; None when there is no such file."""
@@ -76,6 +80,10 @@ class MountedBlobs:
         except FileNotFoundError:
             return None
 
+    def expect(self, name: str) -> None:
+        with suppress(OSError):
+            self._files.will_need(self._root / name, 0, 0)
+
     def modified_s(self, name: str) -> float | None:
         return self._files.modified_s(self._root / name)
 
@@ -94,6 +102,9 @@ class MappedBlobs(MountedBlobs):
 
     def _finish(self, temporary: Path) -> None:
         self._files.collapse(temporary)
+
+    def expect(self, name: str) -> None:
+        return None
 
     def read(self, name: str, offset: int, count: int) -> KVArray | None:
         if offset or count < MAPPED_FROM_BYTES:
@@ -151,6 +162,9 @@ class BucketBlobs:
         except FileNotFoundError:
             return []
         return sorted(str(path).rpartition("/")[2] for path in found)
+
+    def expect(self, name: str) -> None:
+        return None
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -91,6 +91,13 @@ class DiskTier(KVTier):
             if depth < len(blocks) and self._refresh():
                 depth = self._index.depth(blocks)
         return depth
+
+    def expect(self, blocks: Sequence[BlockHash]) -> None:
+        with self._lock:
+            runs = self._index.runs(blocks)
+        for segment, offset, count in runs:
+            with suppress(OSError):
+                self._files.will_need(segment.path, offset, count * self._record_bytes)
 
     @contextmanager
     def read(self, blocks: Sequence[BlockHash]) -> Iterator[list[KVArray]]:

@@ -83,6 +83,14 @@ class Files:
         """Give a complete file its name, in one step for everybody."""
         os.replace(temporary, path)
 
+    def will_need(self, path: Path, offset: int, count: int) -> None:
+        """Let the operating system begin to read."""
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.posix_fadvise(handle, offset, count, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(handle)
+
     def forget_pages(self, path: Path) -> None:
         """Ask the operating system to drop a synced file from its page cache."""
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

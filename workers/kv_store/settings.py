@@ -30,7 +30,7 @@ class StoreSettings:
     retention: RetentionPolicy = field(default_factory=RetentionPolicy)
     queue_blocks: int = 4096
     throttle_bytes_per_s: float | None = None
-    report_interval_s: float = 1.0
+    report_interval_s: float = 2.0
     look_interval_s: float = 60.0
 
     def __post_init__(self) -> None:

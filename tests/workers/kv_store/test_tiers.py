@@ -31,6 +31,15 @@ def test_a_stored_prefix_is_read_back(make_tier: MakeTier) -> None:
     assert (tier.stats().hits, tier.stats().misses, tier.stats().blocks) == (5, 2, 5)
 
 
+def test_what_is_expected_need_not_be_there(make_tier: MakeTier) -> None:
+    """A hint about blocks that are held, or are not, changes nothing but how soon they come."""
+    tier = make_tier()
+    tier.put(new_blocks(chain(0, 3)))
+    tier.expect(chain(0, 5))
+    tier.expect(chain(1, 5))
+    assert (read(tier, chain(0, 5)), tier.stats().quarantined) == (3, 0)
+
+
 def test_a_block_is_kept_once(make_tier: MakeTier) -> None:
     tier = make_tier()
     tier.put(new_blocks(chain(0, 3)))
