@@ -78,9 +78,7 @@ class ModelSection(Section):
     name: str = Field(default="smollm2-135m", min_length=1, description="built-in model, or a local Hugging Face folder")
     compute_dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="type of weights and activations")
     kv_dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="type in which KV is stored")
-    weights: Literal["full", "packed", "int8"] = Field(
-        default="full", description="full; for float32 on a CPU also packed (faster prefill, a copy a worker) or int8"
-    )
+    weights: Literal["full", "int8"] = Field(default="full", description="weights as they are, or int8 for float32 on a CPU")
 
 
 class WorkersSection(Section):

@@ -2,8 +2,6 @@
 
 - `FloatLinear` keeps the tensor, mapped to its file where it came from one. A few rows, as in decoding, cost the reading of the
   weights and go to the native kernel; more go to torch.
-- `PackedLinear` keeps beside it a copy in the order that oneDNN's kernels read, which many rows are multiplied with a quarter
-  faster; the copy is the process's own, so workers on one machine share only the original.
 - `Int8Linear` keeps int8 weights with a scale for every 32 inputs of an output, a quarter of the bytes. The rows it is given
   are rounded to 16 bits, a scale for every 32 elements, which loses less than the weights did by three orders of magnitude; a
   scale for a whole row, or eight bits, would let single large activations ruin their neighbours. Without native kernels torch
@@ -22,8 +20,7 @@ from torch import Tensor
 from models import native_kernels
 from models.native_kernels import FLOAT_ROWS, GROUP, TILE
 
-WEIGHT_FORMATS = ("full", "packed", "int8")
-_PACKED_FOR_ROWS = 512  # a hint: other numbers of rows are multiplied as well
+WEIGHT_FORMATS = ("full", "int8")
 _LARGEST = 127.0
 _PACK_ROWS = 4096  # packed at a time, so that a large matrix is never in memory twice
 
@@ -40,18 +37,6 @@ class FloatLinear:
         if kernels is None:
             return F.linear(x, self.weight, self.bias)
         return kernels.linear_float(x, self.weight, self.bias)
-
-
-class PackedLinear(FloatLinear):
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        super().__init__(weight, bias)
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR_ROWS)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if len(x) <= FLOAT_ROWS:
-            return super().__call__(x)
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-        return product
 
 
 class Int8Linear:
@@ -94,8 +79,7 @@ class Projections:
         if weight_format not in WEIGHT_FORMATS:
             raise ValueError(f"weights is {weight_format!r}; allowed: {', '.join(WEIGHT_FORMATS)}")
         self._weights = weights
-        makers: dict[str, Callable[..., Linear]] = {"full": FloatLinear, "packed": PackedLinear, "int8": Int8Linear}
-        self._make = makers[weight_format]
+        self._make = FloatLinear if weight_format == "full" else Int8Linear
 
     def __call__(self, weight: str, part: int | None = None) -> Linear:
         """The projection by the name of its weight, with its bias where it has one; `part` of a stack of several."""

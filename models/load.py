@@ -37,7 +37,7 @@ def load_model(
     kv_dtype: str = "float32",
     weight_format: str = "full",
 ) -> LoadedModel:
-    """Load a model. Dtypes are named: float32, bfloat16, float16; weights stay as they are in full, or become packed or int8,
+    """Load a model. Dtypes are named: float32, bfloat16, float16; weights stay as they are in full, or become int8,
     which is for float32 on the CPU. Raises `ModelError` with one line for people."""
     _check_weight_format(weight_format, device, dtype)
     folder = find_model(name_or_path)

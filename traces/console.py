@@ -3,6 +3,7 @@ something."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
@@ -12,6 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from traces.schema import ReadReport
+
+WIDTH_IN_FILES = 140
 
 
 class ExitCode(IntEnum):
@@ -25,7 +28,8 @@ class ExitCode(IntEnum):
 
 
 def standard_output() -> Console:
-    return Console(soft_wrap=False)
+    """Tables go to files and pipes at a width that they fit into."""
+    return Console(soft_wrap=False, width=None if sys.stdout.isatty() else WIDTH_IN_FILES)
 
 
 def standard_error() -> Console:

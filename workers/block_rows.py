@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from conductor.core.types import BlockHash
-from workers.block_pool import OutOfBlocks
+from workers.block_pool import BlockId, OutOfBlocks
 from workers.device_cache import DeviceCache
 from workers.kv_store.base import KVTier
 from workers.kv_transfer.base import KVArray
@@ -64,8 +64,7 @@ def restore(cache: DeviceCache, tier: KVTier, names: Sequence[BlockHash]) -> Res
         while done < len(names):
             wanted = names[done : done + group]
             with tier.read(wanted) as rows:
-                for at, row in enumerate(rows, start=done):
-                    cache.write(table[at : at + 1], _layers(row, cache.kv.num_layers))
+                _write(cache, table[done : done + len(rows)], rows)
                 cache.commit(table, done, names[: done + len(rows)])
                 done += len(rows)
             if len(rows) < len(wanted):
@@ -76,5 +75,12 @@ def restore(cache: DeviceCache, tier: KVTier, names: Sequence[BlockHash]) -> Res
     return Restored(done - held, (done - held) * cache.kv.block_bytes, time.perf_counter() - began_s)
 
 
-def _layers(row: KVArray, count: int) -> list[KVArray]:
-    return [layer[None] for layer in row.reshape(count, -1)]
+def _write(cache: DeviceCache, ids: Sequence[BlockId], rows: Sequence[KVArray]) -> None:
+    """Block by block where the pool's memory is at hand, all at once where it is an accelerator's."""
+    layers = cache.kv.num_layers
+    if cache.rows:
+        for block, row in zip(ids, rows, strict=True):
+            cache.write([block], [layer[None] for layer in row.reshape(layers, -1)])
+    elif rows:
+        stacked = np.stack(rows).reshape(len(rows), layers, -1)
+        cache.write(ids, [stacked[:, layer] for layer in range(layers)])

@@ -13,7 +13,7 @@ from workers.kv_store.settings import StoreSettings
 from workers.kv_transfer.select import transport_names
 from workers.kv_transfer.throttled import LinkLimit
 
-WEIGHT_FORMATS = ("full", "packed", "int8")
+WEIGHT_FORMATS = ("full", "int8")
 DTYPES = ("float32", "bfloat16", "float16")
 
 

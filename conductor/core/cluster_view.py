@@ -100,6 +100,7 @@ class ClusterView:
                 self._tier_bytes_per_s[self.holder(worker, report.tier)] = report.read_bytes_per_s
                 if worker in self.prefill:
                     self.prefill.tier_was_read(worker, report.tier, report.read_bytes_per_s)
+                self.prefill.links_changed()
         return []
 
     def drain(self, worker: WorkerId) -> None:

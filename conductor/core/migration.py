@@ -105,7 +105,10 @@ class Migration:
         if worker not in self._view.prefill:
             return []
         commands: list[Command] = []
+        coming = {copy.head for copy in self._copies.values()}
         for _, head in sorted(self._heads.items()):
+            if head.blocks[-1] in coming:
+                continue
             holders = {holder.owner for holder in self._index.holders(head.blocks[-1])}
             target = self._target([worker], idle=False)
             if holders != {worker} or target is None or self._heat(head, now) < self._config.min_heat / COLD_SHARE:

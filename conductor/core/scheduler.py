@@ -31,7 +31,7 @@ from conductor.core.policies import policy_named
 from conductor.core.policies.conductor import least_work_s
 from conductor.core.prefix_index import PrefixIndex
 from conductor.core.requests import Outcome, Phase, RequestState, RequestTable
-from conductor.core.types import FinishReason, Rejection, RejectReason, RequestId, WorkerId
+from conductor.core.types import FinishReason, Rejection, RejectReason, RequestId, Tier, WorkerId
 
 FREEING = frozenset(
     (ev.PrefillFinished, ev.HandoverFinished, ev.RequestFailed, ev.RequestCancelled, ev.WorkerJoined, ev.WorkerLost)
@@ -119,7 +119,10 @@ class Scheduler:
 
     def worker_belief(self) -> dict[WorkerId, dict[str, Any]]:
         """What is believed of each worker, as JSON values."""
-        return self._view.describe(self._now, self._learning.trust)
+        described = self._view.describe(self._now, self._learning.trust)
+        for worker, values in described.items():
+            values["indexed_blocks"] = self._index.num_claims(self._view.holder(worker, Tier.DEVICE))
+        return described
 
     def overview(self, now: float) -> dict[str, Any]:
         """The last decisions and what the last requests add up to, as JSON values."""

@@ -103,7 +103,10 @@ void rows_float(const float* x, const float* w, const float* bias, float* y, int
     for (int c = 0; c < COLUMNS; ++c) rows[c] = w + std::min(column + c, n - 1) * k;
     for (int64_t i = 0; i < whole; i += LANES) {
       Floats weights[COLUMNS];
-      for (int c = 0; c < COLUMNS; ++c) weights[c] = load(rows[c] + i);
+      for (int c = 0; c < COLUMNS; ++c) {
+        weights[c] = load(rows[c] + i);
+        __builtin_prefetch(rows[c] + COLUMNS * k + i);  // of the next columns, which follow these
+      }
       for (int r = 0; r < ROWS; ++r) {
         const Floats value = load(x + r * k + i);
         for (int c = 0; c < COLUMNS; ++c) acc[r][c] += value * weights[c];

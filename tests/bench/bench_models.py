@@ -38,7 +38,7 @@ DECODE_STEPS = 16
 THREADS = int(os.environ.get("CONDUCTOR_BENCH_THREADS", "2"))
 CLOCK_NAME = os.environ.get("CONDUCTOR_BENCH_CLOCK", "wall")
 CLOCK = {"wall": time.perf_counter, "cpu": time.process_time}[CLOCK_NAME]
-FORMATS = ("full", "packed", "int8")
+FORMATS = ("full", "int8")
 LLAMA_PREFILL_RATIOS = {512: 2.0, 2048: 2.0, 8192: 1.5}
 
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from conductor.core.cluster_view import ClusterView
-from conductor.core.events import LinkMeasured
+from conductor.core.config import QueueConfig, SchedulerConfig
+from conductor.core.events import LinkMeasured, RequestArrived, Tick
 from conductor.core.prefix_index import PrefixIndex
 from conductor.core.types import Role
-from tests.core.builders import worker
+from tests.core.builders import blocks, cluster, drive, request, worker
 
 MEASURED = LinkMeasured("p1", 1, "p0", "object_store", "Ray object store", 5e8, 8e8, 0.004)
 
@@ -82,3 +83,29 @@ def test_a_new_life_begins_with_its_profile(view: ClusterView) -> None:
     view.join(worker("p1", Role.PREFILL), 2)
     assert link(view, "p1") == before
     assert view.links.describe("p1") == {}
+
+
+def test_links_into_decode_workers_are_known_and_change_no_prefill_estimate(view: ClusterView) -> None:
+    """A decode worker receives hand-overs; nobody fetches a prefix into it."""
+    view.join(worker("d0", Role.DECODE), 1)
+    before = [link(view, name) for name in view.prefill.ids]
+    view.link_measured(replace(MEASURED, worker_id="d0"), 0.0)
+    assert [link(view, name) for name in view.prefill.ids] == before
+    assert view.links.describe("d0")["p0"]["bytes_per_s"] == 5e8
+    links = view.links.outbound("p0")
+    assert links is not None
+    assert links.bytes_per_s.tolist() == view.prefill.link_bytes_per_s.tolist()
+    assert view.links.outbound("p0") is links, "gathered once for as long as nothing changes"
+
+
+def test_a_pull_takes_as_long_as_the_measured_link_needs() -> None:
+    """News of the link counts at once, for a request that has been looked at before, too."""
+    driven = drive(SchedulerConfig(policy="conductor", queue=QueueConfig(burst_window_s=1.0)), cluster(prefill=2))
+    driven.store("p0", blocks(60, shared=60))
+    driven(RequestArrived(request("r2", tokens=6400, shared=60)))
+    driven(LinkMeasured("p1", 1, "p0", "object_store", "Ray object store", 1e10, 1e10, 0.2))
+    driven(Tick(), at=1.0)
+    record = driven.scheduler.decision_record("r2")
+    assert record is not None
+    row = next(row for row in record["candidates"] if row["worker"] == "p1")
+    assert row["pull_s"] == pytest.approx(0.2 + 3840 * 1e5 / 1e10)

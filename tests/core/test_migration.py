@@ -75,6 +75,7 @@ def test_a_worker_that_leaves_hands_on_what_only_it_holds() -> None:
     """Its warm prefixes go to another worker at once, whatever the budget has left."""
     driven = hot(replace(BUDGET, budget_bytes_per_s=1.0))
     (copy,) = draining(driven, "p0")
+    assert draining(driven, "p0") == [], "told twice, it copies once"
     assert (copy.source.owner, copy.blocks, copy.reason) == ("p0", HEAD, TransferReason.DRAIN)
     assert copy.target.owner in ("p1", "p2")
     driven(TransferFinished(copy.transfer_id, 1, 0.1))

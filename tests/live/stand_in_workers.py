@@ -19,7 +19,7 @@ from conductor.core.types import FinishReason, Placement, Role, Stamp, Tier, Wor
 from conductor.mailbox import Mailbox
 
 BLOCK_TOKENS = 4
-PROFILE = CostProfile(0.01, 0.0, 0.0, 0.01, 0.0, 0.0, kv_bytes_per_token=1, block_tokens=BLOCK_TOKENS)
+PROFILE = CostProfile(0.01, 1e-4, 0.0, 0.01, 0.0, 0.0, kv_bytes_per_token=1, block_tokens=BLOCK_TOKENS)
 
 
 def expected_tokens(first: int, count: int) -> list[int]:

@@ -22,6 +22,7 @@ from conductor.core.config import SchedulerConfig
 from conductor.core.messages import GenerationJob, SamplingParams, TokenOutput
 from conductor.core.scheduler import Scheduler
 from conductor.core.types import FinishReason, Placement, Rejection, RejectReason, Request, Role
+from conductor.engine_client import ClusterStatus
 from conductor.flight_log import verify
 from conductor.ray_engine_client import RayEngineClient
 from tests.live.stand_in_workers import BLOCK_TOKENS, StandInConfig, StandInWorker, expected_tokens
@@ -41,6 +42,11 @@ def hash_prompt(tokens: bytes, tenant: str) -> tuple[int, ...]:
 def known_blocks() -> tuple[int, ...]:
     """Of the prompts that begin with `HELD_FIRST`."""
     return hash_prompt(struct.pack("<9i", HELD_FIRST, *range(1, 9)), "default")
+
+
+def indexed(status: ClusterStatus) -> dict[str, int]:
+    """How many blocks the index has of each worker."""
+    return {worker_id: int(worker.get("indexed_blocks", 0)) for worker_id, worker in status.workers.items()}
 
 
 def config(tmp_path: Path) -> Config:
@@ -220,9 +226,10 @@ async def test_the_conductor_comes_back_with_its_workers(deployment: Deployment)
 
 async def test_a_conductor_that_comes_back_knows_all_caches(deployment: Deployment) -> None:
     """The index is rebuilt from snapshots of 100,000 blocks: nothing is expected of a worker that it does not hold."""
-    await deployment.settled()
+    holds = indexed(await deployment.settled())
+    assert sum(holds.values()) >= HELD_BLOCKS
     os.kill(await deployment.cluster.conductor.pid.remote(), signal.SIGKILL)
-    await deployment.until(lambda status: status.ready and status.counters["workers_lost"] == 0 and len(status.workers) == 3)
+    await deployment.until(lambda status: status.ready and status.counters["workers_lost"] == 0 and indexed(status) == holds)
     placed = await deployment.placement_of(deployment.job(HELD_FIRST, 2))
     assert (placed.prefill, placed.reuse.reused_tokens) == ("prefill-1", 2 * BLOCK_TOKENS)
     strange = await deployment.placement_of(deployment.job(HELD_FIRST + 1, 2))

@@ -81,4 +81,4 @@ def test_the_model_answers_reuses_and_moves_its_true_bytes(server: Served, model
     assert moved == -(-len(prompt) // BLOCK_TOKENS) * BLOCK_TOKENS * card.kv_bytes_per_token
     (log,) = log_folder.glob("*.flight.jsonl")
     joined = [record.event for record in read(log, SchedulerConfig)[1] if isinstance(record.event, WorkerJoined)]
-    assert {event.spec.profile.kv_bytes_per_token for event in joined} == {card.kv_bytes_per_token}
+    assert {event.worker.profile.kv_bytes_per_token for event in joined} == {card.kv_bytes_per_token}
