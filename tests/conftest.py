@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # Ray reads it once a process, when it is imported
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.bench.accounting import run, stand_in_gateway
 
 REQUESTS = 600
-CONNECTIONS = 200
+CONNECTIONS = 400  # far more than the gateway has places for
 
 
 @pytest.mark.slow

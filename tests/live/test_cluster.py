@@ -54,6 +54,7 @@ def config(tmp_path: Path) -> Config:
         "cluster.object_store_mib": 100,
         "cluster.restart_delay_s": 0.2,
         "cluster.num_cpus": 4,
+        "cluster.auth_mode": os.environ["RAY_AUTH_MODE"],
         "scheduler.block_tokens": BLOCK_TOKENS,
         "flight_log.directory": str(tmp_path),
     }
@@ -231,7 +232,9 @@ async def test_a_conductor_that_comes_back_knows_all_caches(deployment: Deployme
     os.kill(await deployment.cluster.conductor.pid.remote(), signal.SIGKILL)
     await deployment.until(lambda status: status.ready and status.counters["workers_lost"] == 0 and indexed(status) == holds)
     placed = await deployment.placement_of(deployment.job(HELD_FIRST, 2))
-    assert (placed.prefill, placed.reuse.reused_tokens) == ("prefill-1", 2 * BLOCK_TOKENS)
+    assert placed.reuse.reused_tokens == 2 * BLOCK_TOKENS
+    source = placed.reuse.source
+    assert "prefill-1" in (placed.prefill, source.owner if source else None)  # computes where the prefix lies, or pulls it
     strange = await deployment.placement_of(deployment.job(HELD_FIRST + 1, 2))
     assert strange.reuse.reused_tokens == 0
 
@@ -241,7 +244,7 @@ async def test_the_flight_logs_of_all_this_verify(deployment: Deployment) -> Non
     await asyncio.sleep(1.2)
     await deployment.generate(deployment.job(1, 2))
     logs = sorted(deployment.log_directory.glob("*.flight.jsonl"))
-    assert len(logs) == 2
+    assert len(logs) == 3  # the Conductor's lives
     verification = verify(logs[0], SchedulerConfig, Scheduler)
     assert verification.difference is None
     assert verification.records > 100
