@@ -45,7 +45,7 @@ class Load:
 
     prefixes: int = 4
     prefix_tokens: int = 1024
-    long_tokens: int = 1024
+    long_tokens: int = 2048
     tail_tokens: int = 32
     warming: int = 4
     burst: int = 2

@@ -104,6 +104,7 @@ class CausalLM(ABC):
         """
 
     def check_context(self, batch: ForwardBatch) -> None:
-        longest = max(c + n for c, n in zip(batch.context_lens, batch.query_lens, strict=True))
+        lengths = zip(batch.context_lens, batch.query_lens, strict=False)  # a disagreement is refused later
+        longest = max(context + new for context, new in lengths)
         if longest > self.max_context:
             raise ValueError(f"a sequence of {longest} tokens exceeds the model's context of {self.max_context}")

@@ -10,7 +10,7 @@ from tests.bench.served import Served
 from tests.live.observe import MODEL, STORY, eventually, host_memory, metric, whole, workers
 
 pytestmark = [pytest.mark.live, pytest.mark.slow]
-PROMPT = STORY * 25 + "The last entry of the year was short:"
+PROMPT = "In the tiers below: " + STORY * 25 + "The last entry of the year was short:"
 FULL_BLOCKS = 7  # of 64 tokens in the prompt
 
 
