@@ -60,8 +60,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")
 
 def main() -> None:
     """Entry point. Mounts the trace commands unless a command that needs none of them is named."""
-    from conductor import cluster_commands
+    from conductor import bench_cli, cluster_commands
 
+    bench_cli.register(app)
     cluster_commands.register(app)
     own = {
         "serve",
@@ -77,6 +78,7 @@ def main() -> None:
         "top",
         "drain",
         "demo",
+        "bench",
         "--version",
     }
     if not own & set(sys.argv[1:2]):
