@@ -126,6 +126,7 @@ async def deployment(log_directory: Path) -> AsyncIterator[Deployment]:
     ]
     cluster = Cluster(config(log_directory))
     client: RayEngineClient | None = None
+    others_before = ray_processes()  # of a service that other tests ask
     try:
         cluster.connect()
         await cluster.start(plans)
@@ -136,7 +137,11 @@ async def deployment(log_directory: Path) -> AsyncIterator[Deployment]:
         if client is not None:
             await client.close()
         await cluster.stop()
-    assert [p.name() for p in psutil.Process().children(recursive=True) if "ray" in p.name().lower()] == []
+    assert ray_processes() <= others_before
+
+
+def ray_processes() -> set[int]:
+    return {one.pid for one in psutil.Process().children(recursive=True) if "ray" in one.name().lower()}
 
 
 def tokens_of(outputs: list[TokenOutput]) -> list[int | None]:
