@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from selenium import webdriver
@@ -62,7 +63,7 @@ class Browser:
         before = self.pictures()
         self.until(lambda: self.pictures() > before)
 
-    def run(self, script: str, *arguments: object) -> object:
+    def run(self, script: str, *arguments: object) -> Any:
         return self.driver.execute_script(script, *arguments)
 
     def find(self, selector: str) -> WebElement:
