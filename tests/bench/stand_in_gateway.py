@@ -33,6 +33,7 @@ from tests.live.stand_in_workers import BLOCK_TOKENS, StandInConfig, StandInWork
 CONTEXT = 4096
 STEP_S = 0.005
 RESTART_S = 0.3
+BUSY_WITHIN_S = 2.0
 PREFILL, DECODE = 4, 4
 PLACES = 96
 WAITING = 64
@@ -67,7 +68,11 @@ class Deployment:
         await self.runtime.add_worker(await worker.describe(), handle, self.conductor)
 
     async def kill(self, name: str) -> dict[str, Any]:
+        """End a worker in the middle of its work, if work comes to it within a while."""
         handle = self.workers[name]
+        until_s = asyncio.get_running_loop().time() + BUSY_WITHIN_S
+        while not await handle.actor.running() and asyncio.get_running_loop().time() < until_s:
+            await asyncio.sleep(0.001)
         running = handle.actor.kill()
         handle.kill()
         await asyncio.sleep(RESTART_S)
