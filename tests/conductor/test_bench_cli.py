@@ -16,9 +16,9 @@ def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_an_unknown_benchmark_is_named_with_those_that_there_are() -> None:
-    done = bench(ROOT, "decison")
+    done = bench(ROOT, "no_such_one")
     assert done.returncode == 2
-    assert "no benchmark decison" in done.stderr
+    assert "no benchmark no_such_one" in done.stderr
     assert "decision" in done.stderr.split("choose from:")[1]
 
 
