@@ -99,9 +99,9 @@ def encode(plan: Plan) -> bytes:
     return head.encode() + text
 
 
-async def drive(port: int, work: list[Plan], connections: int) -> Verdicts:
+async def drive(port: int, work: list[Plan], connections: int, verdicts: Verdicts) -> None:
     """`connections` clients at a time."""
-    verdicts, queue = Verdicts(), iter(work)
+    queue = iter(work)
 
     rng = Random(3)
 
@@ -113,7 +113,6 @@ async def drive(port: int, work: list[Plan], connections: int) -> Verdicts:
             verdicts.counts[verdict] += 1
 
     await asyncio.gather(*(client() for _ in range(connections)))
-    return verdicts
 
 
 async def one(port: int, plan: Plan, verdicts: Verdicts) -> str:
@@ -172,10 +171,12 @@ def judge(plan: Plan, text: str, ends: tuple[int, int, str, int | None], verdict
     return "finished"
 
 
-async def kill_in_turn(process: Process, workers: list[str], every_s: float) -> list[dict[str, Any]]:
+async def kill_in_turn(process: Process, workers: list[str], verdicts: Verdicts, requests: int) -> list[dict[str, Any]]:
+    """At equal parts of the load, which is faster or slower by machine."""
     killed = []
-    for worker in workers:
-        await asyncio.sleep(every_s)
+    for number, worker in enumerate(workers, start=1):
+        while verdicts.counts.total() < requests * number // (len(workers) + 1):
+            await asyncio.sleep(0.001)
         killed.append(await asyncio.to_thread(process.ask, f"kill {worker}"))
     return killed
 
@@ -217,16 +218,16 @@ async def run(
     warm_up: int,
     connections: int,
     kills: list[str],
-    kill_every_s: float,
     rest_s: float = 0.0,
 ) -> Run:
     """Drive a load after a warm-up, in which what grows to its bound may grow. Before memory is looked at, `rest_s` lets what
     is remembered for a while be forgotten."""
-    await drive(process.port, plans(warm_up, seed=1), connections)
+    await drive(process.port, plans(warm_up, seed=1), connections, Verdicts())
     await asyncio.sleep(rest_s)
     before = await settled(process)
-    killing = asyncio.create_task(kill_in_turn(process, kills, kill_every_s))
-    verdicts = await drive(process.port, plans(requests, seed=2), connections)
+    verdicts = Verdicts()
+    killing = asyncio.create_task(kill_in_turn(process, kills, verdicts, requests))
+    await drive(process.port, plans(requests, seed=2), connections, verdicts)
     killed = await killing
     await asyncio.sleep(rest_s)
     return Run(requests, verdicts, killed, before, await settled(process))

@@ -22,9 +22,7 @@ KILLS = ["decode-1", "prefill-2"]
 def run() -> Report:
     with accounting.stand_in_gateway() as process:
         ran = asyncio.run(
-            accounting.run(
-                process, REQUESTS, warm_up=WARM_UP, connections=CONNECTIONS, kills=KILLS, kill_every_s=6.0, rest_s=REST_S
-            )
+            accounting.run(process, REQUESTS, warm_up=WARM_UP, connections=CONNECTIONS, kills=KILLS, rest_s=REST_S)
         )
     counts = ran.verdicts.counts
     failed = sum(count for name, count in counts.items() if name.startswith("failed"))
