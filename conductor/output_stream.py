@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from dataclasses import replace
 
+from conductor.core.events import RequestFinished
 from conductor.core.messages import GenerationJob, TokenOutput
 from conductor.core.types import FinishReason, Placement, WorkerId
 from conductor.engine_client import HashPrompt
@@ -22,12 +23,16 @@ class OutputStream:
 
     def __init__(self, job: GenerationJob) -> None:
         self.job = job
-        self.finished = False
+        self.reason: FinishReason | None = None
         self._original = job
         self._emitted: list[int] = []
         self._early: dict[int, TokenOutput] = {}
         self._placement: Placement | None = None
         self._sender: WorkerId | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.reason is not None
 
     @property
     def attempt(self) -> int:
@@ -61,7 +66,7 @@ class OutputStream:
         ready: list[TokenOutput] = []
         while not self.finished and (following := self._early.pop(self.next_index, None)) is not None:
             ready.append(following)
-            self.finished = following.finish_reason is not None
+            self.reason = following.finish_reason
             if following.token_id is None:
                 break  # an end without a token takes no index
             self._emitted.append(following.token_id)
@@ -69,8 +74,14 @@ class OutputStream:
 
     def end(self, reason: FinishReason, message: str | None = None) -> TokenOutput:
         """The output that ends the stream here and now, without a token."""
-        self.finished = True
+        self.reason = reason
         return TokenOutput(self.job.request.id, self.attempt, self.next_index, None, "", reason, message=message)
+
+    def ending(self) -> RequestFinished | None:
+        """Word that the reader has it all, which a lost worker may have taken with it; None if the reader has not."""
+        if self.reason is None or not self.reason.is_natural:
+            return None
+        return RequestFinished(self.job.request.id, self.attempt, self.next_index, self.reason)
 
     def exhausted(self) -> bool:
         """Whether every token that was asked for has been passed on."""

@@ -14,10 +14,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import Any
 
-from conductor.core.events import RequestFailed
+from conductor.core.events import RequestFailed, RequestFinished
 from conductor.core.messages import GenerationJob, TokenOutput
 from conductor.core.types import BlockHash, Decision, FinishReason, Placement, Rejection, RequestId, WorkerId
 from conductor.engine_client import ClusterStatus, HashPrompt
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 RECONNECT_DELAY_S = 0.2
 STATUS_TIMEOUT_S = 5.0
+ENDED_REMEMBERED = 4096  # for as long as the Conductor may take to notice that a worker is gone
 
 
 class _Request:
@@ -55,6 +57,7 @@ class RayEngineClient:
         self._hash_prompt = hash_prompt
         self._channel = channel or f"gateway-{uuid.uuid4().hex}"
         self._requests: dict[RequestId, _Request] = {}
+        self._ended: deque[RequestFinished] = deque(maxlen=ENDED_REMEMBERED)
         self._workers: dict[WorkerId, int] = {}  # current epoch
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -96,14 +99,23 @@ class RayEngineClient:
         async for batch in request.mailbox.batches():
             for output in batch:
                 if output.finish_reason is not None:
-                    self._requests.pop(request_id, None)
+                    self._forget(request)
                 yield output
                 if output.finish_reason is not None:
                     return
 
+    def _forget(self, request: _Request) -> None:
+        self._requests.pop(request.stream.job.request.id, None)
+        ending = request.stream.ending()
+        if ending is not None:
+            self._ended.append(ending)
+
     async def cancel(self, request_id: RequestId) -> None:
-        request = self._requests.pop(request_id, None)
-        if request is not None and not request.stream.finished:
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        self._forget(request)
+        if not request.stream.finished:
             request.end(FinishReason.CANCELLED)
             await self._conductor.cancel.remote(request_id)
 
@@ -145,9 +157,7 @@ class RayEngineClient:
         if isinstance(notice, WorkerNotice):
             self._take_worker(notice)
         elif isinstance(notice, ResumeNotice):
-            request = self._requests.get(notice.request_id)
-            if request is not None:
-                self._spawn(self._resume(request, notice.attempt))
+            self._spawn(self._answer(notice))
         else:
             self._take_rejection(notice)
 
@@ -197,19 +207,29 @@ class RayEngineClient:
         failed = RequestFailed(request.stream.job.request.id, request.stream.attempt, worker_id, message)
         await self._conductor.report_lost_output.remote(self._channel, failed)
 
-    async def _resume(self, request: _Request, interrupted_attempt: int) -> None:
-        stream = request.stream
-        if stream.finished or stream.attempt != interrupted_attempt:
-            return
-        request_id = stream.job.request.id
-        if stream.exhausted():
+    async def _answer(self, notice: ResumeNotice) -> None:
+        """Go on with an interrupted request, unless nothing is left to go on with."""
+        request = self._requests.get(notice.request_id)
+        if request is not None and request.stream.exhausted():
             request.end(FinishReason.LENGTH)
-            await self._cancel_at_conductor(request_id)
+        if request is not None and not request.stream.finished:
+            if request.stream.attempt == notice.attempt:
+                await self._resume(request)
             return
+        ended = self._ended if request is None else [request.stream.ending()]
+        for ending in ended:
+            if ending is not None and ending.request_id == notice.request_id:
+                await self._conductor.report.remote([ending])
+                return
+        await self._cancel_at_conductor(notice.request_id)
+
+    async def _resume(self, request: _Request) -> None:
+        stream = request.stream
         try:
             decision: Decision = await self._conductor.resume.remote(stream.continue_as_next_attempt(self._hash_prompt))
         except Exception as error:
             request.end(FinishReason.FAILED, f"the request could not be placed again: {type(error).__name__}: {error}")
+            await self._cancel_at_conductor(stream.job.request.id)
             return
         if isinstance(decision, Placement):
             stream.placed(decision)

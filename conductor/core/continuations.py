@@ -10,9 +10,7 @@ import math
 from conductor.core.config import SchedulerConfig
 from conductor.core.events import RequestFinished
 from conductor.core.requests import RequestState
-from conductor.core.types import FinishReason, InvariantError, RequestId
-
-NATURAL_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
+from conductor.core.types import InvariantError, RequestId
 
 
 class Continuations:
@@ -39,7 +37,7 @@ class Continuations:
         """An interrupted attempt had finished before its worker was lost, and this late word of it is true: nothing is left to
         go on with."""
         state = self._interrupted.get(event.request_id)
-        if state is None or state.request.attempt != event.attempt or event.reason not in NATURAL_ENDS:
+        if state is None or state.request.attempt != event.attempt or not event.reason.is_natural:
             return False
         del self._interrupted[event.request_id]
         return True

@@ -12,7 +12,7 @@ from conductor.core.events import PrefillFinished, RequestFinished
 from conductor.core.output_length import OutputLengths
 from conductor.core.requests import RequestState
 from conductor.core.trust import Trust
-from conductor.core.types import FinishReason, WorkerId
+from conductor.core.types import WorkerId
 
 
 class Learning:
@@ -42,7 +42,7 @@ class Learning:
 
     def finished(self, state: RequestState, event: RequestFinished, now: float) -> None:
         """Learn from a request that came to its natural end."""
-        if event.reason not in (FinishReason.STOP, FinishReason.LENGTH):
+        if not event.reason.is_natural:
             return
         self.outputs.observe(state.request.traffic_class, event.output_tokens)
         pool, worker = self._view.decode, state.decode

@@ -274,6 +274,11 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"
     FAILED = "failed"
 
+    @property
+    def is_natural(self) -> bool:
+        """Whether the output is complete."""
+        return self in (FinishReason.STOP, FinishReason.LENGTH)
+
 
 class TransferReason(StrEnum):
     """Why blocks move outside a request's own prefill and hand-over."""

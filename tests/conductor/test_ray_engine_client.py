@@ -6,10 +6,11 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from conductor.core.events import RequestFailed
+from conductor.core.events import RequestFailed, RequestFinished
 from conductor.core.messages import GenerationJob, TokenOutput
 from conductor.core.types import Decision, FinishReason
 from conductor.engine_client import ClusterStatus
@@ -66,6 +67,7 @@ class FakeConductor:
         self.submit = Call(self.calls, "submit", lambda job: self.decide(job))
         self.resume = Call(self.calls, "resume", lambda job: self.decide(job))
         self.cancel = Call(self.calls, "cancel", lambda request_id: None)
+        self.report = Call(self.calls, "report", lambda events: None)
         self.report_lost_output = Call(self.calls, "report_lost_output", lambda channel, failed: None)
         self.decision = Call(self.calls, "decision", lambda request_id: {"id": request_id})
         self.status = Call(self.calls, "status", lambda: ClusterStatus(True, "serving", "tiny"))
@@ -185,6 +187,40 @@ async def test_an_interrupted_request_with_nothing_left_to_generate_ends(stage: 
     stage.conductor.tell(ResumeNotice("r1", 1))
     assert [(each.token_id, each.finish_reason) for each in await stage.read()] == [(100, None), (None, FinishReason.LENGTH)]
     assert stage.conductor.called("resume") == []
+    assert stage.conductor.called("report") == [([RequestFinished("r1", 1, 1, FinishReason.LENGTH)],)]
+
+
+@pytest.mark.parametrize("read_before", [False, True])
+async def test_a_finished_request_whose_worker_took_word_of_it_along_is_over(stage: Stage, read_before: bool) -> None:
+    """The Conductor takes it for interrupted; it must not wait for a continuation."""
+    await stage.client.submit(job())
+    stage.p0.outputs.put(output(0, worker="p0"))
+    stage.d0.outputs.put(output(1, finish=FinishReason.STOP))
+    await stage.settle()
+    if read_before:
+        assert len(await stage.read()) == 2
+    stage.conductor.tell(ResumeNotice("r1", 1))
+    await stage.settle()
+    assert stage.conductor.called("report") == [([RequestFinished("r1", 1, 2, FinishReason.STOP)],)]
+
+
+async def test_a_request_that_nobody_reads_is_not_continued(stage: Stage) -> None:
+    """Its client has left."""
+    stage.conductor.tell(ResumeNotice("r1", 1))
+    await stage.settle()
+    assert stage.conductor.called("cancel") == [("r1",)]
+
+
+async def test_a_request_that_cannot_be_placed_again_is_over(stage: Stage) -> None:
+    """Its reader is told, and the Conductor too."""
+    await stage.client.submit(job())
+    stage.conductor.decide = Mock(side_effect=RuntimeError("no"))
+    stage.conductor.tell(ResumeNotice("r1", 1))
+    (last,) = await stage.read()
+    assert last.finish_reason is FinishReason.FAILED
+    assert last.message == "the request could not be placed again: RuntimeError: no"
+    await stage.settle()
+    assert stage.conductor.called("cancel") == [("r1",)]
 
 
 async def test_a_failed_output_is_reported_and_not_passed_on(stage: Stage) -> None:

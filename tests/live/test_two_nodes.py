@@ -98,14 +98,14 @@ async def node_of(handle: Any) -> str:
     return str(await handle.__ray_call__.remote(where))
 
 
-async def complete(deployment: Deployment) -> bool:
+async def idle_with(deployment: Deployment, workers: int = len(FOUR)) -> bool:
     status = await deployment.client.status()
-    return status.counters.get("in_flight") == 0 and len(status.workers) == len(FOUR)
+    return status.ready and status.counters.get("in_flight") == 0 and len(status.workers) == workers
 
 
-async def eventually_complete(deployment: Deployment) -> None:
+async def eventually_idle_with(deployment: Deployment, workers: int = len(FOUR)) -> None:
     async with asyncio.timeout(90):
-        while not await complete(deployment):
+        while not await idle_with(deployment, workers):
             await asyncio.sleep(0.2)
 
 
@@ -129,15 +129,13 @@ async def test_a_lost_node_is_not_noticed_by_the_readers(deployment: Deployment,
     assert [tokens_of(outputs) for outputs in results] == [expected_tokens(first, 60) for first in firsts]
     assert len(lost) == 1
     await lost[0]
-    status = await deployment.client.status()
-    assert status.ready
-    assert len(status.workers) == 2
+    await eventually_idle_with(deployment, 2)
 
 
 async def test_a_node_that_joins_gets_the_lost_workers(deployment: Deployment, nodes: Nodes) -> None:
     """Nothing was restarted by hand."""
     nodes.add()  # Ray takes signal handlers, in the main thread only
-    await eventually_complete(deployment)
+    await eventually_idle_with(deployment)
     assert tokens_of(await deployment.generate(deployment.job(3, 5))) == expected_tokens(3, 5)
 
 
@@ -169,7 +167,7 @@ async def test_others_attach_to_the_conductor_and_leave_without_a_trace(deployme
     for task in second._tasks:
         task.cancel()
     ray.kill(second.handle("decode-9"))
-    await eventually_complete(deployment)
+    await eventually_idle_with(deployment)
 
 
 async def test_a_new_version_serves_beside_the_old_one_until_that_is_drained(deployment: Deployment, nodes: Nodes) -> None:
@@ -187,5 +185,5 @@ async def test_a_new_version_serves_beside_the_old_one_until_that_is_drained(dep
         task.cancel()
     for handle in (newer.handle("prefill-0"), newer.handle("decode-0"), newer.conductor):
         ray.kill(handle)
-    assert await complete(deployment)
+    assert await idle_with(deployment)
     assert tokens_of(await deployment.generate(deployment.job(4, 5))) == expected_tokens(4, 5)
