@@ -63,12 +63,17 @@ class DecodeWorker(WorkerActor):
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
-    async def receive_parts(self, job: GenerationJob, placement: Placement, parts: Sequence[HandoverPart]) -> None:
-        """Take KV of a prompt while the rest of it is still being computed. Late, repeated and failed parts do no harm."""
+    async def receive_parts(self, job: GenerationJob, placement: Placement, parts: Sequence[HandoverPart]) -> int:
+        """Take KV of a prompt while the rest of it is still being computed. Late, repeated and failed parts do no harm.
+
+        Tells how many of the prompt's first blocks need not come, because they are cached here and pinned for it.
+        """
         self._start()
         incoming = self._open(job, placement.prefill)
-        if incoming is not None:
-            await self._receiver.receive(incoming, parts)
+        if incoming is None:
+            return 0
+        await self._receiver.receive(incoming, parts)
+        return 0 if incoming.sequence is None else incoming.sequence.named
 
     async def accept_handover(
         self, job: GenerationJob, placement: Placement, first: TokenOutput, parts: Sequence[HandoverPart]

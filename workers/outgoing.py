@@ -1,9 +1,9 @@
 """The KV of one prompt on its way out: which blocks and layers are offered, which have arrived, and what holds them meanwhile.
 
-KV goes out in parts: the reused prefix at once, and of every chunk one group of layers after the other, each as soon as it is
-computed, while the next is. A part pins its blocks from the moment it is cut until its offer ends, because a block may be
-replaced in the prompt's table by an equal one that was cached meanwhile. Parts that the decode worker has taken are let go;
-the others go along with the hand-over itself. For one event loop, but for `cut`.
+KV goes out in parts: the reused prefix at once, as far as the target does not hold it itself, and of every chunk one group of
+layers after the other, each as soon as it is computed, while the next is. A part pins its blocks from the moment it is cut
+until its offer ends, because a block may be replaced in the prompt's table by an equal one that was cached meanwhile. Parts
+that the decode worker has taken are let go; the others go along with the hand-over itself. For one event loop, but for `cut`.
 """
 
 from __future__ import annotations
@@ -60,11 +60,12 @@ class Outgoing:
         self._offers: list[asyncio.Task[HandoverPart]] = []
         self._pins: list[Sequence[BlockId]] = []
         self._delivered: set[PartKey] = set()
+        self._prefix: asyncio.Task[None] | None = None
         self._closed = False
 
     @property
     def started(self) -> bool:
-        return bool(self._offers)
+        return self._prefix is not None or bool(self._offers)
 
     # --- cutting, in any thread ---------------------------------------------------------------------------------------
 
@@ -89,14 +90,30 @@ class Outgoing:
         self._pins.append(part.ids)
         self._offers.append(self._sender.spawn(self._send(part)))
 
+    def send_prefix(self, table: Sequence[BlockId], blocks: int, held_there: Callable[[], Awaitable[int]]) -> None:
+        """Send the first `blocks` of the table, which stay in it, without those that the target says it holds."""
+        self.sent_blocks = blocks
+        if blocks:
+            self._prefix = self._sender.spawn(self._send_prefix(table, blocks, held_there))
+
+    async def _send_prefix(self, table: Sequence[BlockId], blocks: int, held_there: Callable[[], Awaitable[int]]) -> None:
+        missing = range(await held_there(), blocks)
+        for layers in self.groups(len(missing)):
+            self.send(self.cut(table, missing, layers))
+
     async def rest(self) -> list[HandoverPart]:
         """The parts that have not been taken, with tickets that live long enough to be."""
+        if self._prefix is not None:
+            await asyncio.shield(self._prefix)
         parts = [await asyncio.shield(offer) for offer in list(self._offers)]
         return [await self._renewed(part) for part in parts if part.key not in self._delivered]
 
     async def close(self) -> None:
         """End all offers and unpin their blocks, once no transfer thread reads them any more."""
         self._closed = True
+        if self._prefix is not None:
+            self._prefix.cancel()
+            await asyncio.gather(self._prefix, return_exceptions=True)
         for part in await asyncio.gather(*self._offers, return_exceptions=True):
             if isinstance(part, HandoverPart):
                 self._sender.transport.release(part.ticket.id)

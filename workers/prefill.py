@@ -245,12 +245,21 @@ class PrefillWorker(WorkerActor):
 
     def _begin_sending(self, entry: _Entry, sequence: KVSequence) -> None:
         """The reused prefix goes out at once."""
-        if entry.ends_with_first_token:
-            return
-        outgoing = Outgoing(self._sender, lambda part: self._deliver_early(entry, part), lambda: entry.decode_id)
-        entry.outgoing, outgoing.sent_blocks = outgoing, sequence.named
-        for layers in outgoing.groups(sequence.named):
-            outgoing.send(outgoing.cut(sequence.table, range(sequence.named), layers))
+        if not entry.ends_with_first_token:
+            entry.outgoing = Outgoing(self._sender, lambda part: self._deliver_early(entry, part), lambda: entry.decode_id)
+            entry.outgoing.send_prefix(sequence.table, sequence.named, lambda: self._held_by_decode(entry))
+
+    async def _held_by_decode(self, entry: _Entry) -> int:
+        """How many of the prompt's first blocks the decode worker has set aside for it with their KV. Not knowing is no reason
+        to fail: then all of it is sent."""
+        await entry.decode_known.wait()
+        assert entry.decode is not None
+        try:
+            held: int = await entry.decode.receive_parts.remote(entry.job, entry.placement, [])
+        except Exception as error:
+            logger.info("what is cached for request %s was not told: %s", entry.job.request.id, failure_text(error))
+            return 0
+        return held
 
     def _sent_by_layer(self, entry: _Entry, sequence: KVSequence, computed: int) -> OnLayer | None:
         """What sends the blocks that a chunk fills up to token `computed`, group by group; called in the compute thread."""

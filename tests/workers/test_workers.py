@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
@@ -27,7 +28,17 @@ from conductor.core.events import (
     TransferFinished,
 )
 from conductor.core.types import FinishReason, Role, Stamp, Tier
-from tests.workers.actor_doubles import CHANNEL, Cluster, Handle, RecordingConductor, make_job, place, until, with_sampling
+from tests.workers.actor_doubles import (
+    CHANNEL,
+    Cluster,
+    Handle,
+    PeerDied,
+    RecordingConductor,
+    make_job,
+    place,
+    until,
+    with_sampling,
+)
 from tests.workers.doubles import ChainModel, expected_output
 
 PROMPT = tuple((7 * i) % 91 for i in range(26))
@@ -199,6 +210,25 @@ async def test_finished_chunks_move_while_the_next_computes(cluster: Cluster) ->
     assert "r1" not in cluster.outputs
     model.let_through()
     assert await cluster.output_of("r1") == expected_output(PROMPT, 8)
+
+
+async def test_what_the_decode_worker_holds_is_not_offered(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a prompt that both workers have cached, only the KV of its last, unfinished block leaves the source."""
+    await pair(cluster)
+    first = await run(cluster, "r1")
+    transport = cluster.workers["p0"].transport
+    offer = Mock(side_effect=transport.offer)
+    monkeypatch.setattr(transport, "offer", offer)
+    assert await run(cluster, "r2") == first
+    assert {len(call.args[0].ids) for call in offer.call_args_list} == {1}
+
+
+async def test_a_prefix_is_sent_when_the_decode_worker_does_not_say_what_it_holds(cluster: Cluster) -> None:
+    """The question is lost, the hand-over is not."""
+    await pair(cluster)
+    first = await run(cluster, "r1")
+    cluster.workers["d0"].receive_parts = AsyncMock(side_effect=PeerDied("receive_parts"))
+    assert await run(cluster, "r2") == first
 
 
 async def test_the_decode_worker_may_be_chosen_late(cluster: Cluster) -> None:
