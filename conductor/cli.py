@@ -77,6 +77,7 @@ def main() -> None:
         "doctor",
         "top",
         "drain",
+        "profile",
         "demo",
         "bench",
         "--version",

@@ -14,7 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -152,6 +152,16 @@ def stored_blocks(directory: Path, *, payloads: bool) -> Iterator[Any]:
     from workers.kv_store.inspection import stored_blocks
 
     return stored_blocks(directory, payloads=payloads)
+
+
+def profile_worker(config: Config, *, fresh: bool) -> dict[str, Any]:
+    """The fitted cost profile of a prefill worker of this configuration, measured in this process. Raises `ClusterError`,
+    `ModelError` or `ValueError`."""
+    connect(config.cluster, config.workers.threads, actor_environment(config.workers.threads))
+    from workers.assembly import profile_worker  # imports Ray, which then no longer looks at the environment
+
+    (plan, *_) = plan_workers(config)
+    return asdict(profile_worker(plan.config, fresh=fresh))
 
 
 class Cluster:

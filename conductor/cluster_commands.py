@@ -1,9 +1,11 @@
-"""Commands that work on a live cluster: drain a worker of a running one, and demonstrations on one of their own."""
+"""Commands on live workers: drain one of a running cluster, measure one, and demonstrations on a cluster of their own."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,6 +23,7 @@ POLL_S = 0.5
 
 def register(app: typer.Typer) -> None:
     app.command()(drain)
+    app.command()(profile)
     app.add_typer(demo_app, name="demo")
 
 
@@ -56,6 +59,65 @@ def drain(
         raise fail(f"worker {worker!r} is not known to this cluster", ExitCode.BAD_INPUT) from None
     finally:
         ray.shutdown()
+
+
+def profile(
+    config: ConfigFile = None,
+    model: Annotated[str | None, typer.Option(help="Model name, .gguf file or Hugging Face folder.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, whatever is remembered.")] = False,
+    cluster: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a cluster profile for `conductor simulate --cluster FILE`.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how fast a worker prefills, decodes and moves KV on this machine; about half a minute the first time."""
+    from time import monotonic
+
+    from conductor.cluster import profile_worker
+    from conductor.connection import ClusterError
+    from models.errors import ModelError
+    from models.folder import load_card
+
+    loaded = load_config(config, {"model.name": model}).config
+    if cluster is not None and not cluster.parent.is_dir():
+        raise fail(f"--cluster {cluster} is not allowed: {cluster.parent} is not a directory", ExitCode.BAD_INPUT)
+    progress_since(monotonic())(f"measuring {loaded.model.name} with {loaded.workers.threads} threads, or remembering it")
+    try:
+        load_card(loaded.model.name)
+        fitted = profile_worker(loaded, fresh=fresh)
+    except ModelError as error:
+        raise fail(str(error), ExitCode.BAD_INPUT) from None
+    except ClusterError as error:
+        raise fail(str(error), ExitCode.FAILED) from None
+    if cluster is not None:
+        _write_cluster(cluster, fitted["profile"], f"{loaded.model.name} as measured by `conductor profile`")
+    if as_json:
+        typer.echo(json.dumps(fitted, indent=2))
+    else:
+        _show_profile(fitted)
+
+
+def _write_cluster(file: Path, fitted: dict[str, Any], description: str) -> None:
+    import yaml
+
+    from traces.clusters.measured import cluster_of
+    from traces.clusters.profile import load_profile
+
+    described = cluster_of(load_profile("smollm2-cpu"), fitted, description)
+    try:
+        file.write_text(yaml.safe_dump(described.model_dump(mode="json", exclude_none=True), sort_keys=False), encoding="utf-8")
+    except OSError as error:
+        raise fail(f"{file} cannot be written: {error.strerror}", ExitCode.FAILED) from None
+
+
+def _show_profile(fitted: dict[str, Any]) -> None:
+    table = Table("coefficient", "value", box=None)
+    for name, value in fitted["profile"].items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            table.add_row(name, f"{value:.4g}")
+    for kind in ("prefill", "decode"):
+        table.add_row(f"{kind} error, mean", f"{fitted[f'{kind}_quality']['mean_abs_error']:.1%}")
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
 @demo_app.callback()

@@ -27,6 +27,7 @@ from models.load import LoadedModel, load_model
 from models.native_kernels import kernels
 from workers.coded_transport import CodedTransport, block_codec, coded_descriptor
 from workers.config import WorkerConfig
+from workers.cost_fit import FittedProfile
 from workers.device_cache import DeviceCache
 from workers.engine import Engine
 from workers.kv_store.base import BlockFormat
@@ -61,18 +62,12 @@ Build: TypeAlias = Callable[[WorkerConfig], WorkerParts]
 def build_parts(config: WorkerConfig) -> WorkerParts:
     """Load the model and everything around it. Raises `ModelError`, `ValueError` or `TransportUnavailable`."""
     torch.set_num_threads(config.threads)
-    loaded = load_model(
-        config.model,
-        device=config.device,
-        dtype=config.compute_dtype,
-        kv_dtype=config.kv_dtype,
-        weight_format=config.weights,
-    )
+    loaded = load_worker_model(config)
     cache = make_cache(config, loaded.model.layout)
     engine = Engine(graphed(loaded.model, cache), cache)
     namespace = loaded.card.namespace
     codec = block_codec(config.transport_codec, loaded.model.layout, config.block_tokens)
-    profile = config.profile or measured_profile(config, loaded, engine.cache)
+    profile = config.profile or throttled_profile(fitted_profile(config, loaded, engine.cache).profile, config.link)
     block_format = BlockFormat(stored_namespace(config, namespace, codec), engine.cache.kv)
     tiers = open_tiers(in_cluster(config.store), block_format, node_of(config))
     moved = profile.kv_bytes_per_token if codec is None else moved_bytes(engine.cache.kv, codec)
@@ -83,6 +78,16 @@ def build_parts(config: WorkerConfig) -> WorkerParts:
         tiers=tiers,
         model_name=loaded.card.name,
         root_of=lambda domain: KVNamespace(namespace, config.block_tokens, salt=domain).seed,
+    )
+
+
+def load_worker_model(config: WorkerConfig) -> LoadedModel:
+    return load_model(
+        config.model,
+        device=config.device,
+        dtype=config.compute_dtype,
+        kv_dtype=config.kv_dtype,
+        weight_format=config.weights,
     )
 
 
@@ -123,10 +128,17 @@ def in_cluster(store: StoreSettings) -> StoreSettings:
     return replace(store, deployment=f"{store.deployment}-{ray.get_runtime_context().gcs_address}")
 
 
-def measured_profile(config: WorkerConfig, loaded: LoadedModel, cache: DeviceCache) -> CostProfile:
-    """The profile of this model on this machine, measured if it is not remembered. Overwrites the bytes of the cache.
+def profile_worker(config: WorkerConfig, *, fresh: bool) -> FittedProfile:
+    """What `build_parts` would go by, with how well it fits; measured if it is not remembered or if `fresh` asks for it."""
+    torch.set_num_threads(config.threads)
+    loaded = load_worker_model(config)
+    return fitted_profile(config, loaded, make_cache(config, loaded.model.layout), fresh=fresh)
 
-    Transfers are measured over the transport without its throttle, which is added afterwards: it is no property of the machine.
+
+def fitted_profile(config: WorkerConfig, loaded: LoadedModel, cache: DeviceCache, *, fresh: bool = False) -> FittedProfile:
+    """The profile of this model on this machine. Overwrites the bytes of the cache.
+
+    Transfers are measured over the transport without its throttle, which is no property of the machine.
     """
     transport = next(iter(make_transports(config.transport, PROBE).values()))
     profiler = Profiler(
@@ -136,9 +148,9 @@ def measured_profile(config: WorkerConfig, loaded: LoadedModel, cache: DeviceCac
         budget_s=config.profile_budget_s,
         transfer=lambda nbytes: round_trip(transport, nbytes),
     )
-    fitted = profiler.load_or_measure(loaded.card.revision, computed_by(config))
+    fitted = profiler.load_or_measure(loaded.card.revision, computed_by(config), fresh=fresh)
     transport.close()
-    return throttled_profile(fitted.profile, config.link)
+    return fitted
 
 
 def computed_by(config: WorkerConfig) -> str:

@@ -220,6 +220,20 @@ def test_serve_refuses_what_it_cannot_use(arguments: tuple[str, ...], environmen
     assert done.stderr.strip().splitlines()[-1].startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "no-such-model"), "model 'no-such-model' is unknown"),
+        (("--cluster", "/no/such/folder/x.yaml"), "--cluster /no/such/folder/x.yaml is not allowed"),
+    ],
+)
+def test_profile_refuses_what_it_cannot_use_before_it_measures(arguments: tuple[str, ...], message: str) -> None:
+    done = conductor_process("profile", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Ray" not in done.stderr
+
+
 def test_a_key_is_shown_once_with_the_line_for_the_keys_file() -> None:
     """The hash is of that key; a bad tenant name is bad input."""
     shown = json.loads(conductor("key", "new", "--tenant", "acme", "--json").stdout)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from conductor.core.cost_profile import CostProfile
-from traces.clusters.measured import measured_profile
+from traces.clusters.measured import cluster_of, measured_profile
 from traces.clusters.profile import ClusterError, load_profile
 
 BASE = load_profile("smollm2-cpu")
@@ -50,6 +50,15 @@ def test_latest_measurement_of_this_model_counts(tmp_path: Path) -> None:
     assert truth.prefill.step_s([(0, 64)]) == pytest.approx(0.03 + 0.004 * 64 + 1e-6 * 64**2)
     assert truth.decode.step_s(2, 100) == pytest.approx(0.05 + 0.02 + 0.001)
     assert profile.step_variation == pytest.approx(0.2 / 2.563)
+
+
+def test_a_measured_worker_of_another_model_makes_a_cluster_of_its_own(tmp_path: Path) -> None:
+    """Its KV and speed are its own; what a profile does not tell is taken over."""
+    stored = json.loads(store(tmp_path, "other", 1, kv_bytes_per_token=1000).read_text())
+    cluster = cluster_of(BASE, stored["fitted"]["profile"], "another model")
+    assert (cluster.description, cluster.kv_bytes_per_token, cluster.block_tokens) == ("another model", 1000, 64)
+    assert cluster.network.nic_bytes_per_s == 5e8
+    assert (cluster.device_blocks, cluster.max_batch) == (BASE.device_blocks, BASE.max_batch)
 
 
 def test_stored_names_are_those_of_a_cost_profile(tmp_path: Path) -> None:

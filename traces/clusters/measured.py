@@ -33,6 +33,13 @@ def measured_profile(base: ClusterProfile, folder: Path) -> tuple[ClusterProfile
     return None
 
 
+def cluster_of(base: ClusterProfile, fitted: dict[str, Any], description: str) -> ClusterProfile:
+    """A cluster whose workers are as fast as one that was measured, `fitted` being its cost profile's fields; what a worker's
+    profile does not tell is that of `base`. Raises ValueError."""
+    named = base.model_copy(update={"description": description, "kv_bytes_per_token": fitted["kv_bytes_per_token"]})
+    return _with(named, fitted)
+
+
 def _with(base: ClusterProfile, fitted: dict[str, Any]) -> ClusterProfile:
     residuals = fitted["residuals"]
     spread = (residuals["p90"] - residuals["p10"]) / NORMAL_P10_TO_P90
