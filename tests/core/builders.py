@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from conductor.core.commands import Command, StartPrefill
+from conductor.core.commands import Command, Reject, StartPrefill
 from conductor.core.config import SchedulerConfig
 from conductor.core.cost_profile import CostProfile
 from conductor.core.events import (
@@ -22,7 +22,7 @@ from conductor.core.events import (
     WorkerJoined,
 )
 from conductor.core.scheduler import Scheduler
-from conductor.core.types import FinishReason, Placement, Request, Role, Stamp, Tier, WorkerSpec
+from conductor.core.types import FinishReason, Placement, RejectReason, Request, Role, Stamp, Tier, WorkerSpec
 
 BLOCK_TOKENS = 64
 PROFILE = CostProfile(
@@ -63,8 +63,15 @@ def cluster(prefill: int = 2, decode: int = 2, **changes: Any) -> list[WorkerJoi
     return [WorkerJoined(worker(name, role, **changes), epoch=1) for name, role in names]
 
 
+AT_ONCE = SchedulerConfig(policy="conductor", late_binding=False)
+
+
 def placements(commands: Sequence[Command]) -> list[Placement]:
     return [command.placement for command in commands if isinstance(command, StartPrefill)]
+
+
+def refused(commands: Sequence[Command]) -> list[RejectReason]:
+    return [command.rejection.reason for command in commands if isinstance(command, Reject)]
 
 
 @dataclass(slots=True)

@@ -7,16 +7,14 @@ from dataclasses import replace
 import pytest
 
 from conductor.core.commands import ResumeRequest
-from conductor.core.config import MigrationConfig, SchedulerConfig
+from conductor.core.config import MigrationConfig
 from conductor.core.decode_pool import DecodePool
 from conductor.core.decode_timeline import DecodeTimeline
 from conductor.core.events import LoadReported, RequestCancelled, RequestFinished, RequestResumed, WorkerJoined, WorkerLost
 from conductor.core.scheduler import Scheduler
 from conductor.core.types import FinishReason, InvariantError, Role, WorkerLoad
-from tests.core.builders import drive, placements, request, worker
+from tests.core.builders import AT_ONCE, drive, placements, request, worker
 from tests.core.test_migration import BUDGET, copies, hot, round_of
-
-AT_ONCE = SchedulerConfig(policy="conductor", late_binding=False)
 
 
 def test_a_join_of_a_former_life_changes_nothing() -> None:
