@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from conductor.core.cost_profile import CostProfile, ResidualQuantiles
 from traces.clusters.profile import ClusterProfile, FirstTokenFrom, Handover, LowerTier
-from traces.service_time import DecodeTime, PrefillTime, chunks_of, prompt_s
+from traces.service_time import DecodeTime, ServiceTime, chunks_of
 
 PROMPT_TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 REUSED_SHARES = (0.0, 0.25, 0.5, 0.75, 0.95)
@@ -24,7 +24,7 @@ Floats = NDArray[np.float64]
 def fit_cost_profile(cluster: ClusterProfile) -> CostProfile:
     """The belief that a worker of `cluster` starts with."""
     truth = cluster.service_time()
-    cells, measured = _measure_prefill(truth.prefill, cluster.step_tokens)
+    cells, measured = _measure_prefill(truth, cluster.step_tokens)
     rows = np.array([_prefill_row(prompt, reused, cluster.step_tokens) for prompt, reused in cells])
     base_s, per_token_s, per_token2_s = _least_squares(rows, measured)
     low, middle, high = np.percentile(measured / (rows @ np.array([base_s, per_token_s, per_token2_s])), (10, 50, 90))
@@ -51,9 +51,9 @@ def fit_cost_profile(cluster: ClusterProfile) -> CostProfile:
     )
 
 
-def _measure_prefill(truth: PrefillTime, step_tokens: int) -> tuple[list[tuple[int, int]], Floats]:
+def _measure_prefill(truth: ServiceTime, step_tokens: int) -> tuple[list[tuple[int, int]], Floats]:
     cells = [(prompt, int(prompt * share)) for prompt in PROMPT_TOKENS for share in REUSED_SHARES]
-    times = [prompt_s(truth, prompt, reused, step_tokens) for prompt, reused in cells]
+    times = [truth.prompt_s(prompt, reused, step_tokens) for prompt, reused in cells]
     return cells, np.array(times)
 
 

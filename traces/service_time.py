@@ -142,21 +142,46 @@ class DecodeRun(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Stages:
+    """How prefill steps pass through a group of `count` nodes, each with an equal share of the layers (chunked pipeline
+    parallelism, Mooncake FAST'25, section 5.1). `hop_s` is what it takes to pass activations from one to the next.
+
+    One node is a pipeline of one stage.
+    """
+
+    count: int = 1
+    hop_s: float = 0.0
+
+    def free_s(self, begin_s: float, step_s: float) -> float:
+        """When the first stage can take the next step, after one that a single node would compute in `step_s`."""
+        return begin_s + step_s / self.count
+
+    def end_s(self, begin_s: float, step_s: float, previous_end_s: float) -> float:
+        """When the step leaves the last stage, which may be held up by the step before it."""
+        return max(begin_s + step_s + (self.count - 1) * self.hop_s, previous_end_s + step_s / self.count)
+
+
+@dataclass(frozen=True, slots=True)
 class ServiceTime:
     """Truth of one kind of worker."""
 
     prefill: PrefillTime
     decode: DecodeTime
+    stages: Stages = Stages()
+
+    def prompt_s(self, prompt: int, reused: int, step_tokens: int) -> float:
+        """Seconds of one prompt alone on a worker."""
+        free_s = end_s = 0.0
+        for chunk in chunks_of(prompt, reused, step_tokens):
+            step_s = self.prefill.step_s([chunk])
+            begin_s, free_s = free_s, self.stages.free_s(free_s, step_s)
+            end_s = self.stages.end_s(begin_s, step_s, end_s)
+        return end_s
 
 
 def chunks_of(prompt: int, reused: int, step_tokens: int) -> list[Chunk]:
     """The steps of one prompt alone on an engine."""
     return [(start, min(step_tokens, prompt - start)) for start in range(reused, prompt, step_tokens)]
-
-
-def prompt_s(time: PrefillTime, prompt: int, reused: int, step_tokens: int) -> float:
-    """Seconds of one prompt alone on an engine."""
-    return sum(time.step_s([chunk]) for chunk in chunks_of(prompt, reused, step_tokens))
 
 
 def _tiled(tokens: int, tile_tokens: int) -> int:

@@ -167,7 +167,7 @@ class SimCluster:
         gate = None if coupled is None else coupled.lend
         freed = partial(self._mover.begin_fetches, worker)
         hooks = PrefillHooks(self._prefill_started, self._prefilled, self._refused, freed, gate)
-        return PrefillEngine(self._loop, worker.reporter, worker.cache, self._truth.prefill, limits, hooks)
+        return PrefillEngine(self._loop, worker.reporter, worker.cache, self._truth, limits, hooks)
 
     def _decode_hooks(self) -> DecodeHooks:
         return DecodeHooks(self._room_reserved, self._first_token, self._end, self._refused_by_decode)

@@ -80,6 +80,9 @@ class SimulationOptions:
         for name in ("prefill_workers", "decode_workers", "coupled_workers"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed: an integer of at least 0")
+        stages = self.cluster.pipeline.stages
+        if self.coupled_workers and stages > 1:
+            raise ValueError(f"pipeline.stages is {stages} with coupled workers; allowed: 1, since they decode on one node")
         for work, workers in (("prefill", self.prefill_workers), ("decode", self.decode_workers)):
             if workers + self.coupled_workers < 1:
                 raise ValueError(f"no worker to {work}; allowed: at least one {work} or coupled worker")

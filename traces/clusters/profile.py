@@ -18,6 +18,7 @@ from traces.service_time import (
     PrefillTime,
     QuadraticPrefill,
     ServiceTime,
+    Stages,
 )
 
 Positive = Annotated[float, Field(gt=0)]
@@ -136,6 +137,13 @@ class StorageValues(_Values):
     reads: StorageReads = StorageReads.PREFILL
 
 
+class PipelineValues(_Values):
+    """Each prefill worker is a group of `stages` nodes that pass activations on in `hop_s`."""
+
+    stages: Annotated[int, Field(ge=1)]
+    hop_s: NotNegative
+
+
 class ClusterProfile(_Values):
     """Hardware truth of one kind of node. `step_variation` is the standard deviation of a prefill step's duration, relative.
 
@@ -156,6 +164,7 @@ class ClusterProfile(_Values):
     prefill_blocks: Annotated[int, Field(gt=0)] | None = None
     tiers: dict[LowerTier, TierValues] = {}
     storage: StorageValues | None = None
+    pipeline: PipelineValues = PipelineValues(stages=1, hop_s=0.0)
     step_variation: Annotated[float, Field(ge=0, le=0.5)] = 0.0
     chunked_prefill: bool = True
     reuse_blocks: bool = True
@@ -173,7 +182,8 @@ class ClusterProfile(_Values):
 
     def service_time(self) -> ServiceTime:
         """The truth that workers of this profile run by."""
-        return ServiceTime(self.prefill.truth(), self.decode.truth(self.capacity_tokens))
+        stages = Stages(self.pipeline.stages, self.pipeline.hop_s)
+        return ServiceTime(self.prefill.truth(), self.decode.truth(self.capacity_tokens), stages)
 
 
 def profile_names() -> list[str]:

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from conductor.core.types import SLO, Rejection, RejectReason, WorkerId
 from traces.clusters.profile import ClusterProfile
-from traces.service_time import prompt_s
 from traces.sim.job import RequestRecord
 from traces.sim.prefill import StepLog
 from traces.sim.watch import DecodeState, Watch
@@ -61,7 +60,7 @@ class Hindsight:
         request, block_tokens = record.request, self._cluster.block_tokens
         blocks = request.block_hashes[: (request.prompt_tokens - 1) // block_tokens]
         reused = worker.cache.match(blocks) * block_tokens if self._cluster.reuse_blocks else 0
-        work_s = prompt_s(self._truth.prefill, request.prompt_tokens, reused, self._cluster.step_tokens)
+        work_s = self._truth.prompt_s(request.prompt_tokens, reused, self._cluster.step_tokens)
         return Chance(worker.prefill.steps, work_s)
 
     def _decodes(self, record: RequestRecord, at_s: float) -> bool:

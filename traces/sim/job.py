@@ -31,13 +31,14 @@ class RequestRecord:
 class Job:
     """One attempt on its way through the engines.
 
-    `done_tokens` are computed or reused; `pinned` is the number of the prompt's blocks that the prefill worker keeps for it;
+    `done_tokens` are computed or reused, `begun_tokens` those that steps have been begun for too; `pinned` is the number of the prompt's blocks that the prefill worker keeps for it;
     `private_blocks` is its room there without identity. `join_wait_s` is how long after its first token, made by prefill, it
     joined a decode batch; None when decode makes the first token.
     """
 
     __slots__ = (
         "ahead_s",
+        "begun_tokens",
         "cancelled",
         "compute_s",
         "context_tokens",
@@ -72,6 +73,7 @@ class Job:
         self.prompt_tokens = request.prompt_tokens
         self.output_tokens = record.output_tokens - request.emitted_tokens
         self.done_tokens = 0
+        self.begun_tokens = 0
         self.reused_tokens = 0
         self.pinned = 0
         self.private_blocks = 0

@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeAlias
 from conductor.core.cost_profile import CostProfile
 from conductor.core.events import PrefillFinished, PrefillStarted
 from conductor.core.types import Tier, WorkerLoad
-from traces.service_time import PrefillTime
+from traces.service_time import ServiceTime
 from traces.sim.cache import BlockCache
 from traces.sim.job import Job
 from traces.sim.loop import At, EventLoop
@@ -103,7 +103,7 @@ class PrefillEngine:
         loop: EventLoop,
         reporter: Reporter,
         cache: BlockCache,
-        time: PrefillTime,
+        truth: ServiceTime,
         limits: EngineLimits,
         hooks: PrefillHooks,
     ) -> None:
@@ -112,7 +112,8 @@ class PrefillEngine:
         self.steps = StepLog()
         self._loop = loop
         self._reporter = reporter
-        self._time = time
+        self._truth = truth
+        self._previous_end_s = 0.0
         self._limits = limits
         self._hooks = hooks
         self._waiting: list[Job] = []
@@ -158,7 +159,7 @@ class PrefillEngine:
         if job in self._waiting:
             self._leave_line(job)
         elif job in self._running:
-            if self._stepping:
+            if job.begun_tokens > job.done_tokens:
                 return
             self._running.remove(job)
         self.release(job)
@@ -183,7 +184,7 @@ class PrefillEngine:
 
     def _left_s(self, done_tokens: int, prompt_tokens: int) -> float:
         left = prompt_tokens - done_tokens
-        return self._time.step_s([(done_tokens, left)]) if left > 0 else 0.0
+        return self._truth.prefill.step_s([(done_tokens, left)]) / self._truth.stages.count if left > 0 else 0.0
 
     def _leave_line(self, job: Job) -> None:
         self._waiting.remove(job)
@@ -205,13 +206,29 @@ class PrefillEngine:
         if not step:
             return 0.0
         self._stepping = True
-        duration_s = self._time.step_s([(job.done_tokens, tokens) for job, tokens, _ in step]) + decode_s
+        chunks = [(job.begun_tokens - tokens, tokens) for job, tokens, _ in step]
+        duration_s = self._truth.prefill.step_s(chunks) + decode_s
         if self._limits.step_variation:
             duration_s *= max(0.5, self._chance.gauss(1.0, self._limits.step_variation))
-        self.busy_s += duration_s
-        self.steps.add(self._loop.now, self._loop.now + duration_s)
-        self._loop.at(self._loop.now + duration_s, At.COMPLETION, self._end, step, duration_s)
+        self._pass(step, duration_s)
         return duration_s
+
+    def _pass(self, step: list[Slice], duration_s: float) -> None:
+        """Let a step that takes a single node `duration_s` through the stages of this worker."""
+        now, stages = self._loop.now, self._truth.stages
+        free_s, end_s = stages.free_s(now, duration_s), stages.end_s(now, duration_s, self._previous_end_s)
+        since_s, self._previous_end_s = max(now, self._previous_end_s), end_s
+        self.busy_s += free_s - now
+        self.steps.add(now, free_s)
+        if free_s < end_s:
+            self._loop.at(free_s, At.COMPLETION, self._free)
+        self._loop.at(end_s, At.COMPLETION, self._end, step, end_s - since_s, free_s == end_s)
+
+    def _free(self) -> None:
+        """The first stage can take the next step, while others are under way."""
+        if not self._dead:
+            self._stepping = False
+            self._wake()
 
     def _plan_step(self, left: int) -> list[Slice]:
         step: list[Slice] = []
@@ -234,19 +251,20 @@ class PrefillEngine:
 
     def _take(self, job: Job, left: int, step: list[Slice], evicted: list[int]) -> int:
         """Give the job its part of a step that has `left` tokens, and room for the blocks that it fills."""
-        tokens = job.prompt_tokens - job.done_tokens
+        tokens = job.prompt_tokens - job.begun_tokens
         if self._limits.chunked:
             tokens = min(left, tokens)
-        if tokens <= 0 or left <= 0:
+        if tokens <= 0 or left <= 0 or job.cancelled:
             return 0
         added: list[int] = []
-        filled = min((job.done_tokens + tokens) // self._limits.block_tokens, len(job.request.block_hashes))
+        filled = min((job.begun_tokens + tokens) // self._limits.block_tokens, len(job.request.block_hashes))
         if self._limits.reuse_blocks and filled > job.pinned:
             added, removed = self.cache.store(job.request.block_hashes[job.pinned : filled])
             evicted += removed
             job.reserved_blocks -= filled - job.pinned
             self.cache.promised_blocks -= filled - job.pinned
             job.pinned = filled
+        job.begun_tokens += tokens
         step.append(Slice(job, tokens, added))
         return tokens
 
@@ -290,7 +308,7 @@ class PrefillEngine:
             self.cache.pin(blocks[:matched])
             self.cache.unpin(blocks[: job.pinned])
         job.pinned = matched
-        job.reused_tokens = job.done_tokens = matched * self._limits.block_tokens
+        job.reused_tokens = job.done_tokens = job.begun_tokens = matched * self._limits.block_tokens
 
     def _reserve(self, job: Job, whole_blocks: int) -> list[int]:
         """Set room aside for the rest of the prompt: named blocks one by one as they fill, the others at once."""
@@ -300,35 +318,37 @@ class PrefillEngine:
         self.cache.promised_blocks += job.reserved_blocks
         return self.cache.take_anonymous(job.private_blocks)
 
-    def _end(self, step: list[Slice], duration_s: float) -> None:
+    def _end(self, step: list[Slice], took_s: float, frees: bool) -> None:
+        """The step is through, `took_s` after it began or the one before it ended."""
         if self._dead:
             return
-        self._stepping = False
-        for job in [job for job in self._running if job.cancelled]:
-            self._running.remove(job)
-            self.release(job)
-        self._share_out(step, duration_s)
+        if frees:
+            self._stepping = False
+        self._share_out(step, took_s)
         for job, tokens, added in step:
             before = job.done_tokens // self._limits.block_tokens
             job.done_tokens += tokens
             job.record.computed_tokens += tokens
             if added:
                 self._report_stored(job, added, before)
-            if not job.cancelled and job.done_tokens == job.prompt_tokens:
+            if job.cancelled and job.done_tokens == job.begun_tokens:
+                self._running.remove(job)
+                self.release(job)
+            elif not job.cancelled and job.done_tokens == job.prompt_tokens:
                 self._running.remove(job)
                 self._complete(job)
         self._wake()
 
-    def _share_out(self, step: list[Slice], duration_s: float) -> None:
+    def _share_out(self, step: list[Slice], took_s: float) -> None:
         """What each prompt would have taken alone: as the profile says, by as much as it is wrong of the whole step."""
         if len(step) == 1:
-            step[0].job.compute_s += duration_s
+            step[0].job.compute_s += took_s
             return
         profile = self._limits.profile
         alone_s = [profile.prefill_s(job.done_tokens + tokens, job.done_tokens) for job, tokens, _ in step]
         together_s = sum(alone_s) - (len(step) - 1) * profile.prefill_base_s
         for part, part_s in zip(step, alone_s, strict=True):
-            part.job.compute_s += part_s * duration_s / together_s
+            part.job.compute_s += part_s * took_s / together_s
 
     def _report_stored(self, job: Job, added: list[int], before: int) -> None:
         first = job.request.block_hashes.index(added[0], before)

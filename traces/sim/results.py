@@ -21,7 +21,7 @@ RANKS = (1, 10, 100, 1_000, 10_000)
 def collect(name: str, simulation: Simulation) -> RunResult:
     """The result of a finished simulation. Holds no real time, so that equal runs give equal bytes."""
     options = simulation.options
-    workers = options.prefill_workers + options.decode_workers + options.coupled_workers
+    nodes = options.prefill_workers * options.cluster.pipeline.stages + options.decode_workers + options.coupled_workers
     outcomes = tuple(outcome_of(record, simulation.hindsight) for record in simulation.records.values())
     return RunResult(
         mode=RunMode.SIMULATED,
@@ -40,7 +40,7 @@ def collect(name: str, simulation: Simulation) -> RunResult:
             "seed": options.scheduler.seed,
             "event_lag_s": options.event_lag_s,
         },
-        gpus=workers * options.cluster.gpus_per_worker,
+        gpus=nodes * options.cluster.gpus_per_worker,
         bytes_moved=dict(sorted(simulation.cluster.network.bytes_moved.items())),
         replicas=replicas(simulation),
         load_max_over_mean=_load_max_over_mean(simulation),
