@@ -31,9 +31,9 @@ class RequestRecord:
 class Job:
     """One attempt on its way through the engines.
 
-    `done_tokens` are computed or reused, `begun_tokens` those that steps have been begun for too; `pinned` is the number of the prompt's blocks that the prefill worker keeps for it;
-    `private_blocks` is its room there without identity. `join_wait_s` is how long after its first token, made by prefill, it
-    joined a decode batch; None when decode makes the first token.
+    `done_tokens` are computed or reused, `begun_tokens` those that steps have been begun for too; `pinned` is the number of the
+    prompt's blocks that the prefill worker keeps for it; `private_blocks` is its room there without identity. `join_wait_s` is
+    how long after its first token, made by prefill, it joined a decode batch; None when decode makes the first token.
     """
 
     __slots__ = (
