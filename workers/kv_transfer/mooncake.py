@@ -28,7 +28,7 @@ class MooncakeTransport(RegisteredTransport):
     def __init__(self, kv: KVDescriptor, host: str = "127.0.0.1", clock: Callable[[], float] = time.time) -> None:
         super().__init__(kv, clock)
         self._devices = rdma_devices()
-        self._engine = _start_engine(host, self._devices)
+        self._engine: Any = _start_engine(host, self._devices)
         self._address = f"{host}:{self._engine.get_rpc_port()}"
         self._register_words()
 
@@ -48,9 +48,15 @@ class MooncakeTransport(RegisteredTransport):
     def _deregister(self, address: int, nbytes: int) -> None:
         self._engine.unregister_memory(address)
 
+    def _end(self) -> None:
+        self._engine = None  # its threads end with its last reference
+
     def _read(self, peer: str, reads: Sequence[Read], deadline_s: float) -> None:
         ours, theirs, lengths = (list(column) for column in zip(*reads, strict=True))
-        failed = self._engine.batch_transfer_sync_read(peer, ours, theirs, lengths)
+        engine = self._engine
+        if engine is None:
+            raise TransportUnavailable("transport 'mooncake' is closed")
+        failed = engine.batch_transfer_sync_read(peer, ours, theirs, lengths)
         if failed:
             raise OfferGone(f"the source at {peer} cannot be read any more: Mooncake returned {failed}")
         if time.monotonic() > deadline_s:

@@ -1,7 +1,8 @@
 """KV through NIXL: one-sided reads over UCX, which takes RDMA where there is any, else shared memory or TCP.
 
 An agent is a process' end of it, and a ticket carries the agent's metadata, by which a target connects at its first fetch. The
-agent is used by one call at a time; a read in flight is polled, so that several fly at once.
+agent is used by one call at a time; a read in flight is polled, so that several fly at once. A thread of the library serves
+peers; it sleeps until UCX wakes it, for as long as an agent that nobody talks to can afford.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.0002
 ABORT_RETRY_S = 0.1
+IDLE_SLEEP_US = 10_000
 IN_FLIGHT, DONE = "PROC", "DONE"
 BUILDS = ("nixl_cu12", "nixl_cu13")  # the library comes by CUDA version; neither needs CUDA for host memory
 Peer: TypeAlias = tuple[str, bytes]
@@ -42,7 +44,7 @@ class NixlTransport(RegisteredTransport):
     def __init__(self, kv: KVDescriptor, clock: Callable[[], float] = time.time) -> None:
         super().__init__(kv, clock)
         self._id = uuid.uuid4().hex
-        self._agent = _start_agent(self._id)
+        self._agent: Any = start_agent(self._id)
         self._agent_lock = threading.Lock()
         self._handles: dict[int, Any] = {}
         self._connected: dict[str, bytes] = {}
@@ -67,6 +69,10 @@ class NixlTransport(RegisteredTransport):
     def _deregister(self, address: int, nbytes: int) -> None:
         with self._agent_lock:
             self._agent.deregister_memory(self._handles.pop(address))
+
+    def _end(self) -> None:
+        with self._agent_lock:
+            self._agent = None  # its threads end with its last reference
 
     def _read(self, peer: Peer, reads: Sequence[Read], deadline_s: float) -> None:
         try:
@@ -135,15 +141,25 @@ class NixlRdmaTransport(NixlTransport):
         super().__init__(kv, clock)
 
 
-def _start_agent(agent_id: str) -> Any:
+def start_agent(agent_id: str) -> Any:
     build = next((build for build in BUILDS if importlib.util.find_spec(build) is not None), None)
     if build is None:
         raise TransportUnavailable(
             f"transport 'nixl' needs the extra kv-conductor[rdma]: none of {', '.join(BUILDS)} is installed"
         )
-    nixl = importlib.import_module(f"{build}._api")
-    strict = nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
-    agent = nixl.nixl_agent(agent_id, nixl.nixl_agent_config(backends=["UCX"], sync_mode=strict))
-    if "UCX" not in agent.backends:
+    nixl, bindings = (importlib.import_module(f"{build}.{module}") for module in ("_api", "_bindings"))
+    agent = nixl.nixl_agent(agent_id, nixl.nixl_agent_config(enable_prog_thread=False, backends=[]))
+    agent.agent = bindings.nixlAgent(agent_id, _agent_config(bindings))
+    if "UCX" not in agent.get_plugin_list():
         raise TransportUnavailable(f"transport 'nixl' needs the UCX back end; there are {sorted(agent.get_plugin_list())}")
+    agent.create_backend("UCX")
     return agent
+
+
+def _agent_config(bindings: Any) -> Any:
+    """What the library's own wrapper sets, but for the sleep: there it is 0, and an idle agent takes up to a whole core."""
+    config = bindings.nixlAgentConfig()
+    config.useProgThread = True
+    config.pthrDelay = IDLE_SLEEP_US
+    config.syncMode = bindings.NIXL_THREAD_SYNC_STRICT
+    return config

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import time
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 import ray
 import torch
 from ray.exceptions import GetTimeoutError, RayError
+from ray.experimental.rdt.util import get_tensor_transport_manager
 
 from workers.kv_transfer.base import (
     KVDescriptor,
@@ -28,6 +30,7 @@ from workers.kv_transfer.base import (
 )
 from workers.kv_transfer.blocks import KVBlocks
 from workers.kv_transfer.leased import LeasedTransport, wrong_length
+from workers.kv_transfer.nixl import start_agent
 from workers.kv_transfer.rdma import rdma_devices, why_no_rdma
 
 NIXL = "nixl"
@@ -43,6 +46,7 @@ class DirectTransport(LeasedTransport):
         if importlib.util.find_spec(NIXL) is None:
             raise TransportUnavailable("transport 'rdt_nixl' needs the package nixl, which Ray imports: pip install nixl")
         super().__init__(kv, clock)
+        _let_idle_agent_sleep()
         self._references: dict[str, ray.ObjectRef[Any]] = {}
 
     @property
@@ -74,3 +78,13 @@ class DirectTransport(LeasedTransport):
 
     def _withdraw(self, offer_id: str) -> None:
         self._references.pop(offer_id, None)
+
+
+def _let_idle_agent_sleep() -> None:
+    """Have Ray start this process' NIXL agent as `nixl` does here: as Ray starts it, an idle agent takes up to a whole core.
+
+    Agents over anything but UCX are left as they are.
+    """
+    manager: Any = get_tensor_transport_manager("NIXL")
+    starts = type(manager)._make_nixl_agent
+    manager._make_nixl_agent = lambda backend: start_agent(uuid.uuid4().hex) if backend == "UCX" else starts(manager, backend)

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.kv_transfer.base import KVDescriptor, KVTicket, OfferGone, TransferError
+from workers.kv_transfer.base import KVDescriptor, KVTicket, OfferGone, TransferError, TransportUnavailable
 from workers.kv_transfer.blocks import KVArray, KVBlocks
 from workers.kv_transfer.leased import LeasedTransport, wrong_length
 
@@ -90,6 +90,7 @@ class RegisteredTransport(LeasedTransport):
         self._memory_lock = threading.Lock()
         self._memory: dict[tuple[int, int], Region] = {}
         self._lent: dict[str, list[tuple[int, int]]] = {}
+        self._closed = False
 
     def register(self, rows: Sequence[KVArray]) -> None:
         self._enrol(rows)
@@ -98,6 +99,8 @@ class RegisteredTransport(LeasedTransport):
         """Have memory registered until it is struck off as often as it was enrolled."""
         places = [(int(layer.ctypes.data), layer.nbytes) for layer in rows]
         with self._memory_lock:
+            if self._closed:
+                raise TransportUnavailable(f"transport {self.name!r} is closed")
             for place, layer in zip(places, rows, strict=True):
                 region = self._memory.get(place)
                 if region is None:
@@ -109,7 +112,9 @@ class RegisteredTransport(LeasedTransport):
     def _strike(self, places: Sequence[tuple[int, int]]) -> None:
         with self._memory_lock:
             for place in places:
-                region = self._memory[place]
+                region = self._memory.get(place)
+                if region is None:
+                    continue  # closed meanwhile
                 region.users -= 1
                 if not region.users:
                     self._deregister(*place)
@@ -143,6 +148,7 @@ class RegisteredTransport(LeasedTransport):
 
     def _still_alive(self, location: Location, deadline_s: float) -> bool:
         slot = self._seen.take()
+        self._seen.memory[slot] = 0  # else it might hold the word of an earlier fetch
         try:
             self._read(location.peer, [(self._seen.address(slot), location.word_address, WORD_BYTES)], deadline_s)
             return int(self._seen.memory[slot]) == location.word
@@ -157,9 +163,14 @@ class RegisteredTransport(LeasedTransport):
 
     def close(self) -> None:
         super().close()
-        for place in self._memory:
-            self._deregister(*place)
-        self._memory.clear()
+        with self._memory_lock:
+            if self._closed:
+                return
+            self._closed = True
+            for place in self._memory:
+                self._deregister(*place)
+            self._memory.clear()
+            self._end()
 
     @abstractmethod
     def _peer(self) -> Any:
@@ -170,6 +181,10 @@ class RegisteredTransport(LeasedTransport):
 
     @abstractmethod
     def _deregister(self, address: int, nbytes: int) -> None: ...
+
+    @abstractmethod
+    def _end(self) -> None:
+        """Let go of the library, so that no thread of it is left."""
 
     @abstractmethod
     def _read(self, peer: Any, reads: Sequence[Read], deadline_s: float) -> None:
