@@ -102,7 +102,7 @@ class WorkersSection(Section):
     decode_blocks: int = Field(default=384, ge=8, description="KV blocks of one decode worker")
     chunk_tokens: PositiveInt = Field(default=512, description="longest run of prompt tokens computed in one step")
     transport: str = Field(
-        default="object_store", description="how KV moves between workers: a name, several in order, or auto"
+        default="object_store,cma", description="how KV moves between workers: a name, several in order, or auto"
     )
     profile_budget_s: PositiveFloat = Field(default=20.0, description="time to measure a model on a machine, on first use")
     transport_codec: Literal["fp32", "bf16", "fp16", "fp8", "int8", "fp4", "mxfp4"] | None = Field(

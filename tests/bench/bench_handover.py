@@ -185,19 +185,22 @@ def local_ray() -> Iterator[Any]:
         ray.shutdown()
 
 
-def object_store_figures(pair: Pair) -> list[Figure]:
+def copy_figures(pair: Pair, name: str) -> list[Figure]:
     groups = layer_groups(KV.num_layers, BLOCKS * KV.layer_block_bytes)
     scattered = np.random.default_rng(0).permutation(CACHE_BLOCKS)[:BLOCKS].tolist()
     chunk = list(range(CHUNK_BLOCKS))
     copy_s = statistics.median(pair.copy_s() for _ in range(3))
+    least_hidden = 0.8 if name == "object_store" else 0.6  # of little, the calls to the other side are more
     whole_s, offered_s = pair.hand_over(range(BLOCKS), groups)
     note = f"{1e3 * whole_s:.1f} ms ({1e3 * offered_s:.1f} to offer) against {1e3 * copy_s:.1f} ms"
     apart_s, _ = pair.hand_over(scattered, groups)
     last_s, _ = pair.hand_over(chunk, layer_groups(KV.num_layers, CHUNK_BLOCKS * KV.layer_block_bytes)[-1:])
     return [
-        at_most("object_store_over_copy", whole_s / copy_s, 2.5, "ratio", note),
-        Figure("object_store_scattered_over_copy", apart_s / copy_s, "ratio", note="blocks in random places on both sides"),
-        at_least("hidden_by_streaming", 1 - last_s / whole_s, 0.8, "ratio", f"the last group takes {1e3 * last_s:.1f} ms"),
+        at_most(f"{name}_over_copy", whole_s / copy_s, 2.5, "ratio", note),
+        Figure(f"{name}_scattered_over_copy", apart_s / copy_s, "ratio", note="blocks in random places on both sides"),
+        at_least(
+            f"{name}_hidden_by_streaming", 1 - last_s / whole_s, least_hidden, "ratio", f"last group: {1e3 * last_s:.1f} ms"
+        ),
     ]
 
 
@@ -226,12 +229,12 @@ def estimate_figures(pair: Pair, name: str) -> list[Figure]:
 def run() -> Report:
     figures: list[Figure] = []
     with local_ray() as ray:
-        for name, module in {"object_store": "ray", **LIBRARIES}.items():
+        for name, module in {"object_store": "ray", "cma": "ctypes", **LIBRARIES}.items():
             if importlib.util.find_spec(module) is None:
                 figures.append(Figure(f"{name}_share_of_library", None, "ratio", note=f"{module} is not installed"))
                 continue
             pair = Pair(ray, name)
-            figures += library_figures(pair, name) if name in LIBRARIES else object_store_figures(pair)
+            figures += library_figures(pair, name) if name in LIBRARIES else copy_figures(pair, name)
             figures += estimate_figures(pair, name)
             pair.close()
         slowed = Pair(ray, "object_store", SLOWED_GBPS)

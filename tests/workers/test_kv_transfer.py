@@ -20,6 +20,7 @@ from workers.kv_transfer.base import (
     LayoutMismatch,
     OfferGone,
     TransferError,
+    TransportUnavailable,
 )
 from workers.kv_transfer.blocks import KVArray, KVBlocks
 from workers.kv_transfer.leased import LeasedTransport
@@ -59,6 +60,12 @@ def object_store_pair(clock: ManualClock) -> Pair:
     return ObjectStoreTransport(KV, clock=clock), ObjectStoreTransport(KV, clock=clock)
 
 
+def cma_pair(clock: ManualClock) -> Pair:
+    from workers.kv_transfer.cma import CmaTransport
+
+    return CmaTransport(KV, clock), CmaTransport(KV, clock)
+
+
 def nixl_pair(clock: ManualClock) -> Pair:
     from workers.kv_transfer.nixl import NixlTransport
 
@@ -94,6 +101,7 @@ def clock() -> ManualClock:
         pytest.param(loopback_pair, id="loopback"),
         pytest.param(throttled_pair, id="throttled"),
         pytest.param(object_store_pair, id="object_store", marks=pytest.mark.live),
+        pytest.param(cma_pair, id="cma"),
         pytest.param(rdt_nixl_pair, id="rdt_nixl", marks=[pytest.mark.live, installed("nixl")]),
         pytest.param(nixl_pair, id="nixl", marks=installed("nixl_cu12")),
         pytest.param(mooncake_pair, id="mooncake", marks=installed("mooncake")),
@@ -369,8 +377,41 @@ def test_a_failed_publication_leaves_no_offer(clock: ManualClock) -> None:
 def test_transports_are_chosen_by_name() -> None:
     """An unknown name is refused with what is allowed; a limit wraps, no limit does not."""
     with pytest.raises(
-        ValueError, match="'pigeon'; allowed: loopback, mooncake, mooncake_rdma, nixl, nixl_rdma, object_store, rdt_nixl"
+        ValueError, match="'pigeon'; allowed: cma, loopback, mooncake, mooncake_rdma, nixl, nixl_rdma, object_store, rdt_nixl"
     ):
         make_transport("pigeon", KV)
     assert isinstance(make_transport("loopback", KV, LinkLimit(link_gbps=1)), ThrottledTransport)
     assert isinstance(make_transport("loopback", KV, LinkLimit()), LoopbackTransport)
+
+
+def test_cross_memory_attach_reads_from_no_other_host() -> None:
+    """There, the process id is somebody else's."""
+    source, target = cma_pair(ManualClock())
+    ticket = source.offer(kv(), LEASE_S)
+    elsewhere = ticket.location.peer._replace(processes="another boot/1")
+    with pytest.raises(TransportUnavailable, match="no process of another host"):
+        take(target, replace(ticket, location=replace(ticket.location, peer=elsewhere)))
+
+
+def test_cross_memory_attach_is_not_fooled_by_a_process_id_that_is_used_again() -> None:
+    """What is not there any more, and what lies there instead, are both no offer."""
+    source, target = cma_pair(ManualClock())
+    ticket = source.offer(kv(), LEASE_S)
+    gone = ticket.location.peer._replace(pid=2**22 - 1)
+    with pytest.raises(OfferGone, match="No such process"):
+        take(target, replace(ticket, location=replace(ticket.location, peer=gone)))
+    unmapped = replace(ticket.location, bases=(1 << 20,) * KV.num_layers)
+    with pytest.raises(OfferGone, match="Bad address"):
+        take(target, replace(ticket, location=unmapped))
+    with pytest.raises(OfferGone, match="released"):
+        take(target, replace(ticket, location=replace(ticket.location, word=5)))
+
+
+def test_many_scattered_blocks_are_read_in_several_calls() -> None:
+    """More runs than one call of the kernel takes."""
+    blocks = 3001
+    source, target = cma_pair(ManualClock())
+    arrays = kv_arrays(blocks)
+    ids = tuple(range(0, blocks, 2))
+    ticket = source.offer(KVBlocks(tuple(arrays), ids), LEASE_S)
+    assert same(take(target, ticket), [rows[::2] for rows in arrays])

@@ -21,7 +21,6 @@ from models.load import load_model
 from models.pull import DEFAULT_MODEL
 from tests.workers.actor_doubles import CHANNEL, PROFILE, place
 from tests.workers.doubles import packed
-from tests.workers.test_kv_transfer import installed
 from workers.config import WorkerConfig
 from workers.decode import DecodeWorker
 from workers.kv_transfer.throttled import LinkLimit
@@ -97,7 +96,7 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.05)
 
 
-REMOTE = {"object_store": "ray", "rdt_nixl": "nixl", "nixl": "nixl_cu12", "mooncake": "mooncake"}
+REMOTE = {"object_store": "ray", "cma": "ctypes", "rdt_nixl": "nixl", "nixl": "nixl_cu12", "mooncake": "mooncake"}
 """Transports between processes, with the module that each needs."""
 
 HERE = [name for name, module in REMOTE.items() if importlib.util.find_spec(module) is not None]
@@ -182,7 +181,7 @@ async def test_a_killed_decode_actor_fails_the_request(actors: dict[str, Any], l
 SLOWED = {"link": LinkLimit(latency_ms=700), "lease_s": 4.0}
 """Every part is under way for a while, and what is given up is given up soon."""
 
-KINDS = ["object_store", pytest.param("nixl", marks=installed("nixl_cu12"))]
+KINDS = ["object_store", "cma"]
 """One that copies what is offered, and one that is read where it lies."""
 
 

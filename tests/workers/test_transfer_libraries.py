@@ -106,6 +106,7 @@ def offering(name: str) -> Any:
     "name",
     [
         "object_store",
+        "cma",
         pytest.param("rdt_nixl", marks=installed("nixl")),
         pytest.param("nixl", marks=installed("nixl_cu12")),
         pytest.param("mooncake", marks=installed("mooncake")),

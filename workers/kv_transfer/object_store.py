@@ -5,8 +5,8 @@ cache's own memory is copied once, straight into the store, and from there once 
 size from which Ray copies with a pool of threads, which costs more than it gains where cores are busy computing. A ticket
 carries the object reference, which keeps the object alive until both the source has released it and no ticket is left.
 
-Fresh pages of shared memory cost ten times the copy into them, so a worker touches the part of the store that it is likely to
-use when it starts (`store_pages.py`).
+Fresh pages of shared memory cost ten times the copy into them, so a worker that has no other transport touches the part of the
+store that it is likely to use when it starts (`store_pages.py`).
 """
 
 from __future__ import annotations
@@ -35,14 +35,23 @@ class ObjectStoreTransport(LeasedTransport):
     name = "object_store"
     protocol = "Ray object store"
 
-    def __init__(self, kv: KVDescriptor, *, checksums: bool = True, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        kv: KVDescriptor,
+        *,
+        checksums: bool = True,
+        touched_bytes: int = TOUCHED_BYTES,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         super().__init__(kv, clock)
         self.checksums = checksums
+        self._touched_bytes = touched_bytes
         self._references: dict[str, ray.ObjectRef[Any]] = {}
 
     def register(self, rows: Sequence[KVArray]) -> None:
         """The memory needs nothing; the store's own is touched, as far as one hand-over of it all could reach."""
-        touch_store(min(TOUCHED_BYTES, sum(layer.nbytes for layer in rows)))
+        if self._touched_bytes:
+            touch_store(min(self._touched_bytes, sum(layer.nbytes for layer in rows)))
 
     def _publish(self, offer_id: str, blocks: KVBlocks) -> ray.ObjectRef[Any]:
         try:

@@ -23,6 +23,19 @@ def _object_store(kv: KVDescriptor) -> KVTransport:
     return ObjectStoreTransport(kv, checksums=spans_hosts())
 
 
+def _object_store_as_found(kv: KVDescriptor) -> KVTransport:
+    """Without touching its pages ahead of use, which takes memory of every process."""
+    from workers.kv_transfer.object_store import ObjectStoreTransport, spans_hosts
+
+    return ObjectStoreTransport(kv, checksums=spans_hosts(), touched_bytes=0)
+
+
+def _cma(kv: KVDescriptor) -> KVTransport:
+    from workers.kv_transfer.cma import CmaTransport
+
+    return CmaTransport(kv)
+
+
 def _rdt_nixl(kv: KVDescriptor) -> KVTransport:
     from workers.kv_transfer.rdt import DirectTransport
 
@@ -64,6 +77,7 @@ def _own_address() -> str:
 TRANSPORTS: dict[str, Callable[[KVDescriptor], KVTransport]] = {
     "loopback": _loopback,
     "object_store": _object_store,
+    "cma": _cma,
     "rdt_nixl": _rdt_nixl,
     "nixl": _nixl,
     "nixl_rdma": _nixl_rdma,
@@ -71,9 +85,10 @@ TRANSPORTS: dict[str, Callable[[KVDescriptor], KVTransport]] = {
     "mooncake_rdma": _mooncake_rdma,
 }
 
+AMONG_OTHERS = TRANSPORTS | {"object_store": _object_store_as_found}
 
 AUTOMATIC = "auto"
-AUTOMATIC_ORDER = ("object_store", "nixl", "mooncake")
+AUTOMATIC_ORDER = ("object_store", "cma", "nixl", "mooncake")
 
 
 def transport_names(text: str) -> tuple[str, ...]:
@@ -94,10 +109,12 @@ def transport_names(text: str) -> tuple[str, ...]:
 def make_transports(text: str, kv: KVDescriptor, limit: LinkLimit | None = None) -> dict[str, KVTransport]:
     """The transports that `text` names, in its order. With `auto`, those that cannot work here are left out; one that is asked
     for by name and cannot work raises `TransportUnavailable`."""
-    made = {}
-    for name in transport_names(text):
+    made: dict[str, KVTransport] = {}
+    names = transport_names(text)
+    known = TRANSPORTS if len(names) == 1 else AMONG_OTHERS
+    for name in names:
         try:
-            made[name] = make_transport(name, kv, limit)
+            made[name] = _limited(known[name](kv), limit)
         except TransportUnavailable as error:
             if text != AUTOMATIC:
                 raise
@@ -109,5 +126,8 @@ def make_transport(name: str, kv: KVDescriptor, limit: LinkLimit | None = None) 
     """Raises `ValueError` for an unknown name and `TransportUnavailable` when the transport cannot work here."""
     if name not in TRANSPORTS:
         raise ValueError(f"transport is {name!r}; allowed: {', '.join(sorted(TRANSPORTS))}")
-    transport = TRANSPORTS[name](kv)
+    return _limited(TRANSPORTS[name](kv), limit)
+
+
+def _limited(transport: KVTransport, limit: LinkLimit | None) -> KVTransport:
     return transport if limit is None or not limit.limits else ThrottledTransport(transport, limit)
