@@ -1,11 +1,9 @@
-"""The live driver: events in one at a time, commands out as worker calls, and every failure back as an event."""
+"""The live driver: events in one at a time, commands out as worker calls, reports back as events."""
 
 from __future__ import annotations
 
 import asyncio
-import errno
-import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,76 +12,13 @@ from conductor.cluster import ConductorActor
 from conductor.core import commands as cmd
 from conductor.core import events as ev
 from conductor.core.config import SchedulerConfig
-from conductor.core.types import FinishReason, Holder, Role, Stamp, Tier, TransferReason, WorkerLoad
-from conductor.flight_log import FlightLogWriter
-from conductor.notices import RejectionNotice, ResumeNotice, WorkerNotice
-from conductor.runtime import ConductorRuntime, DuplicateRequestError, Ports, RequestCancelledError, SchedulerStoppedError
-from tests.conductor.doubles import FakeWorker, LostWorkerError, ScriptedScheduler, job, placement, rejection, spec
+from conductor.core.types import FinishReason, Holder, Stamp, Tier, WorkerLoad
+from conductor.notices import RejectionNotice
+from conductor.runtime import ConductorRuntime, DuplicateRequestError, RequestCancelledError
+from tests.conductor.doubles import FakeWorker, ScriptedScheduler, job, placement, rejection, spec
+from tests.conductor.stage import TRANSFER, Stage, notices_of, place_arrivals
 
-
-def place_arrivals(event: ev.Event) -> list[cmd.Command]:
-    """Every request goes to p0, every continuation too."""
-    if isinstance(event, ev.RequestArrived | ev.RequestResumed):
-        return [cmd.StartPrefill(placement(event.request.id, attempt=event.request.attempt))]
-    return []
-
-
-class Stage:
-    """A running runtime with a scripted scheduler and two fake workers."""
-
-    def __init__(self, **options: Any) -> None:
-        self.scheduler = ScriptedScheduler(place_arrivals)
-        self.fatal: list[Exception] = []
-        ports = Ports(is_worker_loss=lambda error: isinstance(error, LostWorkerError), on_fatal=self.fatal.append)
-        self.runtime = ConductorRuntime(self.scheduler, ports=ports, **options)
-        self.p0, self.d0 = FakeWorker(), FakeWorker()
-
-    async def open(self) -> None:
-        self.runtime.start()
-        await self.runtime.add_worker(spec("p0"), self.p0, "conductor")
-        await self.runtime.add_worker(spec("d0", Role.DECODE, "node-2"), self.d0, "conductor")
-        await self.settle()
-
-    async def settle(self) -> None:
-        """Let everything that can run, run."""
-        for _ in range(30):
-            await asyncio.sleep(0)
-
-    async def deliver(self, event: ev.Event, *commands: cmd.Command) -> None:
-        """Report `event` and have the scheduler answer it with `commands`."""
-        self.scheduler.answer = lambda seen: list(commands) if seen is event else place_arrivals(seen)
-        await self.runtime.report([event])
-        await self.settle()
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    logger = logging.getLogger("conductor")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
-    yield
-    logger.setLevel(before)
-
-
-@pytest.fixture
-async def stage() -> AsyncIterator[Stage]:
-    opened = Stage()
-    await opened.open()
-    yield opened
-    await opened.runtime.stop()
-
-
-async def notices_of(stage: Stage, channel: str = "gateway-1") -> tuple[list[Any], asyncio.Task[None]]:
-    """Everything that the channel receives, as it arrives."""
-    received: list[Any] = []
-
-    async def collect() -> None:
-        async for batch in stage.runtime.notices(channel):
-            received.extend(batch)
-
-    task = asyncio.create_task(collect())
-    await stage.settle()
-    return received, task
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 async def test_a_worker_joins_is_attached_and_is_in_the_status(stage: Stage) -> None:
@@ -158,96 +93,6 @@ async def test_cancelling_an_unknown_request_is_nothing(stage: Stage) -> None:
     assert stage.scheduler.seen(ev.RequestCancelled) == []
 
 
-async def test_a_failed_prefill_call_fails_the_request(stage: Stage) -> None:
-    """The worker lives but cannot: the scheduler hears RequestFailed with the message."""
-    stage.p0.errors["prefill"] = ValueError("out of blocks")
-    await stage.runtime.submit(job())
-    await stage.settle()
-    assert stage.scheduler.seen(ev.RequestFailed) == [ev.RequestFailed("r1", 1, "p0", "ValueError: out of blocks")]
-
-
-async def test_a_call_to_a_dead_worker_is_the_loss_of_the_worker(stage: Stage) -> None:
-    """The scheduler hears WorkerLost, and the worker gets no further calls."""
-    epoch = stage.scheduler.seen(ev.WorkerJoined)[0].epoch
-    stage.p0.errors["prefill"] = LostWorkerError()
-    await stage.runtime.submit(job())
-    await stage.settle()
-    assert stage.scheduler.seen(ev.WorkerLost) == [ev.WorkerLost("p0", epoch)]
-    await stage.runtime.submit(job("r2"))
-    await stage.settle()
-    assert stage.scheduler.seen(ev.RequestFailed) == [ev.RequestFailed("r2", 1, "p0", "worker p0 is gone")]
-
-
-async def test_a_worker_that_dies_idle_is_noticed(stage: Stage) -> None:
-    """alive() ends, the worker is lost, the cluster is not ready, and front ends are told."""
-    received, task = await notices_of(stage)
-    stage.d0.died.set()
-    await stage.settle()
-    epoch = stage.scheduler.seen(ev.WorkerJoined)[1].epoch
-    assert stage.scheduler.seen(ev.WorkerLost) == [ev.WorkerLost("d0", epoch)]
-    status = await stage.runtime.status()
-    assert (status.ready, status.reason) == (False, "no decode worker")
-    assert received[-1] == WorkerNotice("d0", epoch, None)
-    task.cancel()
-
-
-async def test_a_worker_comes_back_with_a_higher_epoch(stage: Stage) -> None:
-    """The late news of an earlier life does not take the next one away."""
-    first = stage.scheduler.seen(ev.WorkerJoined)[1].epoch
-    stage.d0.died.set()
-    await stage.settle()
-    second = await stage.runtime.add_worker(spec("d0", Role.DECODE), FakeWorker(), "conductor")
-    await stage.deliver(ev.WorkerLost("d0", first))
-    assert second > first
-    assert (await stage.runtime.status()).ready
-
-
-async def test_an_interrupted_request_is_resumed_by_its_front_end(stage: Stage) -> None:
-    """ResumeRequest becomes a notice on the request's channel; the continuation is placed as the next attempt."""
-    received, task = await notices_of(stage)
-    await stage.runtime.submit(job())
-    await stage.deliver(ev.Tick(), cmd.ResumeRequest("r1", 1))
-    assert received[-1] == ResumeNotice("r1", 1)
-    assert await stage.runtime.resume(job(attempt=2, tokens=10)) == placement(attempt=2)
-    task.cancel()
-
-
-async def test_a_continuation_of_an_unknown_request_is_an_arrival(stage: Stage) -> None:
-    """A Conductor that was started again takes what its predecessor had placed."""
-    assert await stage.runtime.resume(job(attempt=2)) == placement(attempt=2)
-    assert [event.request.attempt for event in stage.scheduler.seen(ev.RequestArrived)] == [2]
-
-
-async def test_lost_output_of_a_known_request_fails_its_attempt(stage: Stage) -> None:
-    """The scheduler decides how it goes on."""
-    failed = ev.RequestFailed("r1", 1, "d0", "output was lost")
-    await stage.runtime.submit(job())
-    await stage.runtime.report_lost_output("gateway-1", failed)
-    await stage.settle()
-    assert stage.scheduler.seen(ev.RequestFailed) == [failed]
-
-
-async def test_lost_output_of_an_ended_request_is_asked_for_again(stage: Stage) -> None:
-    """The worker reported the end, and its last tokens never came: the front end may submit the continuation."""
-    received, task = await notices_of(stage)
-    await stage.runtime.report_lost_output("gateway-1", ev.RequestFailed("r1", 1, "d0", "output was lost"))
-    await stage.settle()
-    assert received[-1] == ResumeNotice("r1", 1)
-    task.cancel()
-
-
-async def test_stop_fails_those_who_wait_and_ends_the_notices(stage: Stage) -> None:
-    """Nobody hangs on a runtime that is gone."""
-    stage.scheduler.answer = lambda event: []
-    _, task = await notices_of(stage)
-    waiting = asyncio.create_task(stage.runtime.submit(job()))
-    await stage.settle()
-    await stage.runtime.stop()
-    with pytest.raises(SchedulerStoppedError, match="shutting down"):
-        await waiting
-    await asyncio.wait_for(task, 5)
-
-
 async def test_a_late_rejection_is_a_notice(stage: Stage) -> None:
     """A request that had been placed and is refused afterwards is told on its channel, and forgotten."""
     received, task = await notices_of(stage)
@@ -267,20 +112,6 @@ async def test_a_finished_attempt_ends_the_request_only_if_it_is_the_latest(stag
     await stage.deliver(ev.RequestFinished("r1", 2, 3, FinishReason.STOP))
     await stage.deliver(ev.RequestFinished("r1", 2, 3, FinishReason.STOP))
     assert (await stage.runtime.status()).counters["in_flight"] == 0
-
-
-async def test_a_second_consumer_takes_the_channel_over(stage: Stage) -> None:
-    """Notices that nobody took reach the consumer who comes next, and the first one ends."""
-    await stage.runtime.submit(job())
-    await stage.deliver(ev.Tick(), cmd.ResumeRequest("r1", 1))
-    received, first = await notices_of(stage)
-    assert received[-1] == ResumeNotice("r1", 1)
-    _, second = await notices_of(stage)
-    assert first.done()
-    second.cancel()
-
-
-TRANSFER = cmd.TransferBlocks("t1", Holder("p0", Tier.DEVICE), Holder("d0", Tier.DEVICE), (1, 2), TransferReason.REPLICATE)
 
 
 @pytest.mark.parametrize(
@@ -305,26 +136,6 @@ async def test_a_decode_worker_chosen_late_is_told_to_the_prefill_worker(stage: 
     await stage.runtime.submit(job())
     await stage.deliver(ev.Tick(), cmd.StartDecode("r1", 1, "d0"))
     assert stage.p0.called("choose_decode") == [("r1", 1, "d0", stage.d0)]
-
-
-async def test_a_failed_transfer_comes_back_as_an_event(stage: Stage) -> None:
-    """Whether the call fails or an end of the transfer is gone."""
-    stage.d0.errors["pull_blocks"] = OSError("link down")
-    await stage.deliver(ev.Tick(), TRANSFER)
-    stage.p0.died.set()
-    await stage.settle()
-    await stage.deliver(ev.Tick(), TRANSFER)
-    assert stage.scheduler.seen(ev.TransferFailed) == [
-        ev.TransferFailed("t1", "OSError: link down"),
-        ev.TransferFailed("t1", "no worker at p0"),
-    ]
-
-
-async def test_failed_advice_is_counted(stage: Stage) -> None:
-    """A call that nothing depends on is not swallowed either."""
-    stage.p0.errors["drop_blocks"] = ValueError("no")
-    await stage.deliver(ev.Tick(), cmd.DropBlocks(Holder("p0", Tier.DEVICE), (3,)))
-    assert (await stage.runtime.status()).counters["call_failures"] == 1
 
 
 async def test_reports_reach_the_scheduler_in_order(stage: Stage) -> None:
@@ -373,42 +184,11 @@ async def test_an_overdue_deadline_does_not_starve_the_inbox(stage: Stage) -> No
     await runtime.stop()
 
 
-async def test_a_broken_scheduler_fails_everybody_who_waits(stage: Stage) -> None:
-    """An invariant that breaks is loud: submissions fail, the status says why, and the driver's owner is called."""
-
-    def broken(event: ev.Event) -> list[cmd.Command]:
-        raise AssertionError("I9 does not hold")
-
-    stage.scheduler.answer = broken
-    with pytest.raises(SchedulerStoppedError, match="I9 does not hold"):
-        await stage.runtime.submit(job())
-    with pytest.raises(SchedulerStoppedError, match="I9 does not hold"):
-        await stage.runtime.submit(job("r2"))
-    assert "I9 does not hold" in (await stage.runtime.status()).reason
-    assert [str(error) for error in stage.fatal] == ["I9 does not hold"]
-
-
 async def test_decisions_come_from_the_scheduler(stage: Stage) -> None:
     """The record of a decision is the scheduler's own."""
     assert await stage.runtime.decision("r1") is None
     await stage.deliver(ev.RequestFinished("r1", 1, 3, FinishReason.STOP))
     assert await stage.runtime.decision("r1") == {"request_id": "r1"}
-
-
-class FullDisk(FlightLogWriter):
-    def append(self, *args: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-
-async def test_a_full_disk_ends_the_flight_log_and_not_the_service(tmp_path: Any) -> None:
-    """Requests go on; the fault is counted."""
-    log = FullDisk(tmp_path / "a.flight.jsonl", placement(), segment_bytes=1000, max_segments=2)
-    stage = Stage(flight_log=log)
-    await stage.open()
-    assert await stage.runtime.submit(job()) == placement()
-    assert (await stage.runtime.status()).counters["flight_log_errors"] == 1
-    await stage.runtime.stop()
-    log.close()
 
 
 async def test_a_worker_with_blocks_of_another_size_is_refused_at_the_door() -> None:

@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-
-import pytest
 
 from conductor.core import events as ev
 from conductor.runtime import RequestCancelledError
 from tests.conductor.doubles import job
-from tests.conductor.test_runtime import Stage
-
-
-@pytest.fixture
-async def stage() -> AsyncIterator[Stage]:
-    opened = Stage()
-    await opened.open()
-    yield opened
-    await opened.runtime.stop()
+from tests.conductor.stage import Stage
 
 
 async def test_a_continuation_of_a_request_cancelled_meanwhile_is_nobody_s(stage: Stage) -> None:
