@@ -68,7 +68,7 @@ class Process:
 @contextmanager
 def stand_in_gateway() -> Iterator[Process]:
     command = [sys.executable, "-m", "tests.bench.stand_in_gateway"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONMALLOC": "malloc"}  # one allocator, which can be asked
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -201,9 +201,8 @@ class Run:
     before: dict[str, Any]
     after: dict[str, Any]
 
-    @property
-    def memory_growth(self) -> float:
-        return float(self.after["resident_bytes"] / self.before["resident_bytes"] - 1)
+    def growth(self, of: str) -> float:
+        return float(self.after[of] / self.before[of] - 1)
 
     @property
     def ended(self) -> dict[str, int]:

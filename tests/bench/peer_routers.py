@@ -1,9 +1,9 @@
 """Other people's gateways in front of the echo backend: sglang-router (Rust) and LiteLLM's proxy (Python).
 
-They live in an environment of their own, whose `bin` directory the environment variable `BENCH_ROUTERS` names:
+They live in an environment of their own, whose Python the environment variable `CONDUCTOR_BENCH_ROUTERS_PYTHON` names:
 
     python -m venv /tmp/routers && /tmp/routers/bin/pip install sglang-router 'litellm[proxy]'
-    BENCH_ROUTERS=/tmp/routers/bin python -m tests.bench gateway
+    CONDUCTOR_BENCH_ROUTERS_PYTHON=/tmp/routers/bin/python python -m tests.bench gateway
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import psutil
 from tests.bench.served import free_port
 
 START_S = 90.0
-VARIABLE = "BENCH_ROUTERS"
+VARIABLE = "CONDUCTOR_BENCH_ROUTERS_PYTHON"
 LITELLM_ENVIRONMENT = {
     "LITELLM_LOG": "ERROR",
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
@@ -32,8 +32,8 @@ LITELLM_ENVIRONMENT = {
 
 
 def routers_bin() -> Path | None:
-    """None where the peers are not installed."""
-    return Path(os.environ[VARIABLE]) if VARIABLE in os.environ else None
+    """Where the peers' commands are; None where no Python is named that has them."""
+    return Path(os.environ[VARIABLE]).parent if VARIABLE in os.environ else None
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 `python -m tests.bench.stand_in_gateway` prints its port, then answers each line of standard input with one line of JSON:
 `kill WORKER` ends a worker in the middle of whatever it does and starts it again after a moment; `sums` tells what is in
-flight, how requests have ended, and how much memory the process holds.
+flight, how requests have ended, and how much memory the process holds, resident and in use.
 """
 
 from __future__ import annotations
@@ -37,6 +37,23 @@ BUSY_WITHIN_S = 2.0
 PREFILL, DECODE = 4, 4
 PLACES = 96
 WAITING = 64
+
+
+class Allocated(ctypes.Structure):
+    """What glibc's `mallinfo2` says of its heaps."""
+
+    names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    _fields_ = tuple((name, ctypes.c_size_t) for name in names)
+
+
+def memory() -> dict[str, int]:
+    """Without garbage, and without what is free in the allocator, as far as it can be given back."""
+    gc.collect()
+    libc = ctypes.CDLL(None)
+    libc.malloc_trim(0)
+    libc.mallinfo2.restype = Allocated
+    heaps = libc.mallinfo2()
+    return {"resident_bytes": psutil.Process().memory_info().rss, "used_bytes": heaps.uordblks + heaps.hblkhd}
 
 
 def hash_prompt(tokens: bytes, domain: str) -> tuple[int, ...]:
@@ -82,8 +99,6 @@ class Deployment:
     def sums(self) -> dict[str, Any]:
         self.scheduler.handle(Tick(), time.monotonic())  # forgets what has expired
         self.scheduler.check()
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # what is free in the allocator is not held
         service = self.server.service
         held = {
             "gateway": service.in_flight,
@@ -99,7 +114,7 @@ class Deployment:
             "prefill_jobs": int(self.scheduler._view.prefill.jobs.sum()),
         }
         ended = {outcome.value: count for outcome, count in self.scheduler._requests.ended.items()}
-        return {"held": held, "ended": ended, "resident_bytes": psutil.Process().memory_info().rss}
+        return {"held": held, "ended": ended, **memory()}
 
     async def run(self) -> None:
         for name in self.roles:
