@@ -82,6 +82,8 @@ class GenerateEndpoint:
         try:
             with self._service.slot(scope[ACCOUNT]):
                 await self._generate(scope, receive, send, trace)
+            if trace is not None and trace.unexplained is not None:
+                trace.records = await self._service.records(trace.unexplained)
         except ApiError as problem:
             if trace is not None:
                 trace.problem_status = problem.status

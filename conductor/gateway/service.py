@@ -12,7 +12,7 @@ from conductor.engine_client import ClusterStatus, EngineClient
 from conductor.gateway.access import Access
 from conductor.gateway.account import Account
 from conductor.gateway.errors import ApiError, retry_after, unavailable
-from conductor.gateway.plan import Planner
+from conductor.gateway.plan import Plan, Planner
 from conductor.gateway.served_model import ServedModel
 from conductor.gateway.settings import GatewaySettings
 from conductor.gateway.tracing import Tracing
@@ -20,6 +20,7 @@ from conductor.gateway.waiting_room import WaitingRoom
 from conductor.metrics import GatewayMetrics
 
 logger = logging.getLogger(__name__)
+RECORDS_TIMEOUT_S = 1.0
 
 
 class Service:
@@ -94,6 +95,17 @@ class Service:
             logger.exception("the cluster did not tell about decision %s", request_id)
             message = "the cluster behind the gateway does not answer"
             raise unavailable(message, "engine_unavailable", self.settings.unavailable_retry_after_s) from problem
+
+    async def records(self, plan: Plan) -> dict[str, Mapping[str, Any]]:
+        """What the cluster knows of the jobs of a request that has been answered; nothing when it does not tell soon."""
+        ids = [job.request.id for job in plan.jobs]
+        try:
+            async with asyncio.timeout(RECORDS_TIMEOUT_S):
+                found = await asyncio.gather(*(self.engine.decision(job_id) for job_id in ids))
+        except Exception as problem:
+            logger.warning("the cluster did not tell about request %s: %s", plan.id, type(problem).__name__)
+            return {}
+        return {job_id: record for job_id, record in zip(ids, found, strict=True) if record is not None}
 
     async def overview(self) -> Mapping[str, Any] | None:
         """None when the cluster does not answer."""

@@ -4,14 +4,16 @@
       prepare                       body, template, tokens, hashes
       wait                          for the turn at the cluster
       decide                        submission to placement or refusal
-      first_token                   placement to first token: queue, pull and prefill, with the predicted time of each
+      first_token                   placement to first token, with the predicted time of queue, pull and prefill
+        queue                       until the prefill worker begins to compute; a pull of the prefix happens meanwhile
+        prefill                     until the prompt is computed
       hand_over                     first token (prefill worker) to second (decode worker)
       decode                        the rest of the answer
 
 Spans are written when the request has ended, from times noted on the way, so tokens cost nothing. Everything is configured by
 the standard OTEL_* variables, read once by `tracing_from`: without an exporter or an OTLP endpoint among them there are no
-spans, and the trace context of a client is only passed back. What happened inside the cluster between placement and first
-token is not known here; the attributes carry the scheduler's three predicted terms.
+spans, and the trace context of a client is only passed back. What happened between placement and first token is asked of the
+Conductor when the answer has gone out, and left away where it does not know.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from time import monotonic_ns, time_ns
+from typing import Any
 
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
@@ -30,6 +33,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from conductor.core.types import Placement, TTFTEstimate
 from conductor.gateway.generation import Choice, Run
+from conductor.gateway.plan import Plan
 
 SERVICE_NAME = "conductor-gateway"
 TRACEPARENT = b"traceparent"
@@ -98,7 +102,7 @@ def trace_context(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
 
 @dataclass(slots=True)
 class RequestTrace:
-    """Times of one request as they pass. `traceparent` is what the answer carries."""
+    """Times of one request as they pass. `traceparent` is what the answer carries; `records` are the Conductor's, by job."""
 
     span: Span
     tracer: Tracer
@@ -106,12 +110,18 @@ class RequestTrace:
     prepared_ns: int | None = None
     problem_status: int = 200
     run: Run | None = None
+    records: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def traceparent(self) -> bytes:
         carrier: dict[str, str] = {}
         TraceContextTextMapPropagator().inject(carrier, set_span_in_context(self.span))
         return carrier["traceparent"].encode()
+
+    @property
+    def unexplained(self) -> Plan | None:
+        """The plan whose records the spans have use for."""
+        return self.run.plan if self.run is not None and self.span.is_recording() else None
 
     def prepared(self, run: Run) -> None:
         """The body is read and planned."""
@@ -122,17 +132,21 @@ class RequestTrace:
         """Write the spans."""
         now_ns = monotonic_ns()
         to_epoch_ns = time_ns() - now_ns
-        context = set_span_in_context(self.span)
         for part in self._parts():
-            start_ns = part.start_ns + to_epoch_ns
-            span = self.tracer.start_span(part.name, context, attributes=part.attributes, start_time=start_ns)
-            span.end(part.end_ns + to_epoch_ns)
+            self._write(part, self.span, to_epoch_ns)
         self.span.set_attribute("http.response.status_code", self.problem_status)
         if self.problem_status >= 500:
             self.span.set_status(Status(StatusCode.ERROR))
         if self.run is not None:
             self.span.set_attributes(request_attributes(self.run))
         self.span.end(now_ns + to_epoch_ns)
+
+    def _write(self, part: Part, parent: Span, to_epoch_ns: int) -> None:
+        context, start_ns = set_span_in_context(parent), part.start_ns + to_epoch_ns
+        span = self.tracer.start_span(part.name, context, attributes=part.attributes, start_time=start_ns)
+        for within in part.within:
+            self._write(within, span, to_epoch_ns)
+        span.end(part.end_ns + to_epoch_ns)
 
     def _parts(self) -> Iterator[Part]:
         if self.prepared_ns is None or self.run is None:
@@ -142,7 +156,7 @@ class RequestTrace:
         if submissions:
             yield Part("wait", self.prepared_ns, _ns(min(submissions)))
         for choice in self.run.choices:
-            yield from parts_of(choice)
+            yield from parts_of(choice, self.records.get(choice.job.request.id, {}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +165,7 @@ class Part:
     start_ns: int
     end_ns: int
     attributes: Mapping[str, str | int | float] = field(default_factory=dict)
+    within: tuple[Part, ...] = ()
 
 
 def request_attributes(run: Run) -> dict[str, str | int]:
@@ -165,7 +180,7 @@ def request_attributes(run: Run) -> dict[str, str | int]:
     }
 
 
-def parts_of(choice: Choice) -> Iterator[Part]:
+def parts_of(choice: Choice, record: Mapping[str, Any]) -> Iterator[Part]:
     """What is known of one choice: as many parts as it reached."""
     times, request = choice.times, choice.job.request
     name = {"conductor.request_id": request.id}
@@ -174,7 +189,9 @@ def parts_of(choice: Choice) -> Iterator[Part]:
     yield Part("decide", _ns(times.submitted_s), _ns(times.decided_s), name | decision_attributes(choice))
     if times.first_token_s is None or choice.placement is None:
         return
-    yield Part("first_token", _ns(times.decided_s), _ns(times.first_token_s), name | prefill_attributes(choice))
+    span_s = times.submitted_s, times.decided_s, times.first_token_s
+    within = prefill_parts(*span_s, record)
+    yield Part("first_token", _ns(times.decided_s), _ns(times.first_token_s), name | prefill_attributes(choice), within)
     decoding_s = times.first_token_s
     if times.second_token_s is not None and choice.placement.decode not in (None, choice.placement.prefill):
         worker = {"conductor.decode_worker": choice.placement.decode or ""}
@@ -183,6 +200,18 @@ def parts_of(choice: Choice) -> Iterator[Part]:
     if times.ended_s is not None:
         attributes: dict[str, str | int | float] = {**name, "gen_ai.usage.output_tokens": choice.assembler.output_tokens}
         yield Part("decode", _ns(decoding_s), _ns(times.ended_s), attributes)
+
+
+def prefill_parts(submitted_s: float, decided_s: float, first_token_s: float, record: Mapping[str, Any]) -> tuple[Part, ...]:
+    """From the record of a request that was placed once. The Conductor's times begin with the arrival there, a moment after the
+    submission here, and its news travels apart from the tokens: a part never reaches beyond what was seen here."""
+    actual = record.get("actual", {})
+    told = actual.get("prefill_started_s"), actual.get("prefill_finished_s")
+    if None in told or record["attempt"] != 1:
+        return ()
+    began_s, ended_s = (min(max(submitted_s + since_s, decided_s), first_token_s) for since_s in told)
+    compute = {"conductor.compute_s": actual["prefill_compute_s"]}
+    return Part("queue", _ns(decided_s), _ns(began_s)), Part("prefill", _ns(began_s), _ns(ended_s), compute)
 
 
 def decision_attributes(choice: Choice) -> dict[str, str | int | float]:

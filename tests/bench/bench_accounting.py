@@ -1,8 +1,8 @@
 """Ten thousand requests of mixed size under overload, a fifth of whose clients leave, with two workers killed.
 
 Everything from socket to scheduler is real; the workers compute nothing and run in the same process (`stand_in_gateway.py`).
-Memory is compared after a warm-up in which bounded records have reached their bounds: what is in use, which tells a leak from what
-the allocator has not given back, and what is resident, which is what a machine must have.
+Memory is compared after a warm-up in which bounded records have reached their bounds: what is resident, which is what a machine
+must have, and what is in use, which tells a leak from what the allocator has not given back.
 """
 
 from __future__ import annotations

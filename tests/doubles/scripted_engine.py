@@ -39,6 +39,7 @@ class Script:
     retry_after_s: float = 2.5
     raises: Exception | None = None
     message: str | None = None
+    actual: Mapping[str, Any] | None = None  # what the record of a decision tells of its outcome
 
 
 def healthy() -> ClusterStatus:
@@ -127,6 +128,8 @@ class ScriptedEngine:
     async def decision(self, request_id: str) -> Mapping[str, Any] | None:
         tenant = next((job.request.tenant for job in self.jobs if job.request.id == request_id), None)
         known = {"request_id": request_id, "tenant": tenant, "candidates": [{"worker": "p0", "queue_s": 0.1}]}
+        if self.script.actual is not None:
+            known |= {"attempt": 1, "actual": self.script.actual}
         return None if tenant is None else known
 
     async def overview(self) -> Mapping[str, Any]:

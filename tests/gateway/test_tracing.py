@@ -112,6 +112,39 @@ def test_spans_tell_prediction_and_outcome(start_gateway: StartGateway, collecto
     assert (root["conductor.tenant"], root["http.response.status_code"]) == ("default", 200)
 
 
+def test_what_the_cluster_knows_divides_the_time_to_the_first_token(
+    start_gateway: StartGateway, collector: Collector, tracing: Tracing
+) -> None:
+    """Into the wait and the computing; news that came later than the token itself ends with it."""
+    live = start_gateway(tracing=tracing)
+    actual = {"prefill_started_s": 0.15, "prefill_finished_s": 30.0, "prefill_compute_s": 0.02}
+    live.engine.script = Script(tokens=b"x", delay_s=0.3, actual=actual)
+    ask(live)
+    collector.wait(tracing)
+    by_name = {span.name: span for span in collector.spans}
+    whole, queue, prefill = (by_name[name] for name in ("first_token", "queue", "prefill"))
+    assert {queue.parent_span_id, prefill.parent_span_id} == {whole.span_id}
+    assert queue.start_time_unix_nano == whole.start_time_unix_nano
+    assert queue.start_time_unix_nano < queue.end_time_unix_nano == prefill.start_time_unix_nano
+    assert prefill.start_time_unix_nano < prefill.end_time_unix_nano == whole.end_time_unix_nano
+    assert collector.attributes("prefill")["conductor.compute_s"] == 0.02
+
+
+def test_a_cluster_that_does_not_answer_costs_two_spans(
+    start_gateway: StartGateway, collector: Collector, tracing: Tracing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = start_gateway(tracing=tracing)
+
+    async def silent(_: str) -> None:
+        raise ConnectionError
+
+    monkeypatch.setattr(live.engine, "decision", silent)
+    assert ask(live).status_code == 200
+    collector.wait(tracing)
+    assert {"first_token", "decode"} <= {span.name for span in collector.spans}
+    assert {"queue", "prefill"}.isdisjoint(span.name for span in collector.spans)
+
+
 def test_a_refusal_has_a_decision_and_no_tokens(start_gateway: StartGateway, collector: Collector, tracing: Tracing) -> None:
     live = start_gateway(tracing=tracing)
     live.engine.script = Script(rejection=RejectReason.OVERLOAD)
