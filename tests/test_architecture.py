@@ -196,3 +196,42 @@ def test_light_entry_points_stay_light(module: str, heavy: set[str]) -> None:
     code = f"import sys, {module}; print(*sorted(set(sys.modules) & {heavy!r}))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+UNPICKLERS = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+HARMLESS = {"dump", "dumps", "PickleBuffer"}
+
+
+def unpickles(module: ast.AST) -> Iterator[int]:
+    """Lines that make objects of bytes which may say what to run. Ray does so within its cluster, which its token guards."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.ImportFrom) and node.module in UNPICKLERS:
+            yield from (node.lineno for alias in node.names if alias.name in ("load", "loads", "Unpickler"))
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        owner, _, name = called.rpartition(".")
+        options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        careless = called == "torch.load" and options.get("weights_only") != "True"
+        if careless or options.get("allow_pickle") == "True" or (owner in UNPICKLERS and name not in HARMLESS):
+            yield node.lineno
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("pickle.loads(data)", [1]),
+        ("from pickle import loads", [1]),
+        ("torch.load(path)", [1]),
+        ("numpy.load(path, allow_pickle=True)", [1]),
+        ("torch.load(path, weights_only=True)", []),
+        ("json.loads(data)", []),
+    ],
+)
+def test_unpickling_is_recognised(line: str, found: list[int]) -> None:
+    assert list(unpickles(ast.parse(line))) == found
+
+
+def test_nothing_is_unpickled() -> None:
+    """Neither from a socket that we open, nor from a file."""
+    assert [(path.name, line) for path in all_sources() for line in unpickles(tree(path))] == []
