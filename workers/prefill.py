@@ -52,6 +52,7 @@ class _Entry:
     cancelled: bool = False
     sequence: KVSequence | None = None
     compute_s: float = 0.0
+    fetch_s: float | None = None
     outgoing: Outgoing | None = None
     kept_blocks: int = 0
     decode_known: asyncio.Event = field(default_factory=asyncio.Event)
@@ -148,6 +149,7 @@ class PrefillWorker(WorkerActor):
     async def _bring_prefix(self, entry: _Entry, holder: Holder, source: Any | None) -> None:
         """Bring the prefix that the placement wants from where it lies. What does not come is computed."""
         blocks = entry.job.request.block_hashes[: entry.placement.reuse.reused_tokens // self.config.block_tokens]
+        began_s = time.perf_counter()
         try:
             if self._has_tier_of(holder):
                 await self._restore(holder.tier, blocks)
@@ -155,6 +157,7 @@ class PrefillWorker(WorkerActor):
                 await self._pull(source, blocks)
         except Exception as error:
             logger.warning("request %s computes a prefix that was not fetched: %s", entry.job.request.id, failure_text(error))
+        entry.fetch_s = time.perf_counter() - began_s
         entry.ready = True
         self._wake.set()
 
@@ -194,7 +197,7 @@ class PrefillWorker(WorkerActor):
     async def _compute_prompt(self, entry: _Entry) -> None:
         sequence, request = entry.sequence, entry.job.request
         assert sequence is not None
-        self._report(PrefillStarted(request.id, request.attempt, self.id))
+        self._report(PrefillStarted(request.id, request.attempt, self.id, entry.fetch_s))
         self._begin_sending(entry, sequence)
         token: SampledToken | None = None
         while token is None and not entry.cancelled:

@@ -31,8 +31,10 @@ from conductor.core.types import Candidate, Decision, Holder, Placement, Rejecti
 
 @dataclass(slots=True)
 class Actual:
-    """What really happened to one attempt. Times are seconds since the request arrived; None: not (yet) heard of."""
+    """What really happened to one attempt. Times are seconds since the request arrived, but for `fetch_s` and
+    `prefill_compute_s`, which are durations; None: not (yet) heard of."""
 
+    fetch_s: float | None = None
     prefill_started_s: float | None = None
     prefill_finished_s: float | None = None
     prefill_compute_s: float | None = None
@@ -114,7 +116,7 @@ class DecisionLog:
 
 
 def _prefill_started(actual: Actual, event: PrefillStarted, since_s: float) -> None:
-    actual.prefill_started_s = since_s
+    actual.prefill_started_s, actual.fetch_s = since_s, event.fetch_s
 
 
 def _prefill_finished(actual: Actual, event: PrefillFinished, since_s: float) -> None:

@@ -103,9 +103,12 @@ class LoadReported:
 
 @dataclass(frozen=True, slots=True)
 class PrefillStarted:
+    """`fetch_s` is how long it took to bring the prefix from elsewhere, None where nothing was to be brought."""
+
     request_id: RequestId
     attempt: int
     worker_id: WorkerId
+    fetch_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@
       wait                          for the turn at the cluster
       decide                        submission to placement or refusal
       first_token                   placement to first token, with the predicted time of queue, pull and prefill
-        queue                       until the prefill worker begins to compute; a pull of the prefix happens meanwhile
+        queue                       until the prefill worker begins to compute
+        pull                        meanwhile: the prefix comes from another worker or tier
         prefill                     until the prompt is computed
       hand_over                     first token (prefill worker) to second (decode worker)
       decode                        the rest of the answer
@@ -211,7 +212,10 @@ def prefill_parts(submitted_s: float, decided_s: float, first_token_s: float, re
         return ()
     began_s, ended_s = (min(max(submitted_s + since_s, decided_s), first_token_s) for since_s in told)
     compute = {"conductor.compute_s": actual["prefill_compute_s"]}
-    return Part("queue", _ns(decided_s), _ns(began_s)), Part("prefill", _ns(began_s), _ns(ended_s), compute)
+    parts = Part("queue", _ns(decided_s), _ns(began_s)), Part("prefill", _ns(began_s), _ns(ended_s), compute)
+    if (fetch_s := actual.get("fetch_s")) is None:
+        return parts
+    return *parts, Part("pull", _ns(decided_s), _ns(min(decided_s + fetch_s, began_s)))
 
 
 def decision_attributes(choice: Choice) -> dict[str, str | int | float]:

@@ -89,14 +89,17 @@ def beside_peers(tokens: int, *, stream: bool) -> Peers | None:
 def peer_figures(name: str, peers: Peers | None) -> list[Figure]:
     if peers is None:
         return [Figure(f"{name}_{peer}", None, "x", note=f"{VARIABLE} is not set") for peer in ("sglang_router", "litellm")]
-    ratio = rate(peers.ours) / rate(peers.sglang)
-    p99_ratio = median_p99_ms(peers.ours) / median_p99_ms(peers.sglang)
+    p99_ratio = statistics.median(
+        ours.quantile_s(0.99) / theirs.quantile_s(0.99) for ours, theirs in zip(peers.ours, peers.sglang, strict=True)
+    )
     return [
         Figure(f"{name}_sglang_router", rate(peers.sglang), "requests/s", note="in front of the echo backend"),
-        at_least(f"{name}_sglang_router_ratio", ratio, 0.5, "x", note=f"{rate(peers.ours):,.0f} requests/s"),
+        at_least(
+            f"{name}_sglang_router_ratio", ratio(peers.ours, peers.sglang), 0.5, "x", note=f"{rate(peers.ours):,.0f} requests/s"
+        ),
         at_most(f"{name}_sglang_router_p99", p99_ratio, 2.0, "x", note=f"{median_p99_ms(peers.ours):.1f} ms"),
         Figure(f"{name}_litellm", rate(peers.litellm), "requests/s", note="in front of the echo backend"),
-        at_least(f"{name}_litellm_ratio", rate(peers.ours) / rate(peers.litellm), 3.0, "x"),
+        at_least(f"{name}_litellm_ratio", ratio(peers.ours, peers.litellm), 3.0, "x"),
     ]
 
 
@@ -106,6 +109,11 @@ def median_p99_ms(outcomes: list[Outcome]) -> float:
 
 def rate(outcomes: list[Outcome]) -> float:
     return statistics.median(outcome.requests_per_s for outcome in outcomes)
+
+
+def ratio(ours: list[Outcome], theirs: list[Outcome]) -> float:
+    """Of the requests per second, round by round: each pair ran within the same few seconds of a busy machine."""
+    return statistics.median(one.requests_per_s / other.requests_per_s for one, other in zip(ours, theirs, strict=True))
 
 
 def worst_p99_ms(outcomes: list[Outcome]) -> float:
@@ -126,11 +134,11 @@ def run() -> Report:
         Figure("plain", rate(plain), "requests/s", note=f"{CONNECTIONS} connections"),
         Figure("plain_p99", worst_p99_ms(plain), "ms"),
         Figure("bare_plain", rate(bare_plain), "requests/s", note="FastAPI answering by itself"),
-        at_least("plain_ratio", rate(plain) / rate(bare_plain), 0.5, "x", note="of the bare application"),
+        at_least("plain_ratio", ratio(plain, bare_plain), 0.5, "x", note="of the bare application"),
         Figure("streams", rate(streams), "streams/s", note=f"{CONNECTIONS} connections, {SHORT_TOKENS} tokens each"),
         Figure("streams_p99", worst_p99_ms(streams), "ms"),
         Figure("bare_streams", rate(bare_streams), "streams/s", note="FastAPI answering by itself"),
-        at_least("streams_ratio", rate(streams) / rate(bare_streams), 0.5, "x", note="of the bare application"),
+        at_least("streams_ratio", ratio(streams, bare_streams), 0.5, "x", note="of the bare application"),
         *peer_figures("plain", plain_peers),
         *peer_figures("streams", stream_peers),
         at_most("per_token", per_token_ms, 0.3, "ms", note="one stream, one event a token, client included"),

@@ -117,13 +117,16 @@ def test_what_the_cluster_knows_divides_the_time_to_the_first_token(
 ) -> None:
     """Into the wait and the computing; news that came later than the token itself ends with it."""
     live = start_gateway(tracing=tracing)
-    actual = {"prefill_started_s": 0.15, "prefill_finished_s": 30.0, "prefill_compute_s": 0.02}
+    actual = {"prefill_started_s": 0.15, "prefill_finished_s": 30.0, "prefill_compute_s": 0.02, "fetch_s": 0.05}
     live.engine.script = Script(tokens=b"x", delay_s=0.3, actual=actual)
     ask(live)
     collector.wait(tracing)
     by_name = {span.name: span for span in collector.spans}
     whole, queue, prefill = (by_name[name] for name in ("first_token", "queue", "prefill"))
-    assert {queue.parent_span_id, prefill.parent_span_id} == {whole.span_id}
+    pull = by_name["pull"]
+    assert {part.parent_span_id for part in (queue, pull, prefill)} == {whole.span_id}
+    assert pull.start_time_unix_nano == queue.start_time_unix_nano
+    assert pull.start_time_unix_nano < pull.end_time_unix_nano < queue.end_time_unix_nano
     assert queue.start_time_unix_nano == whole.start_time_unix_nano
     assert queue.start_time_unix_nano < queue.end_time_unix_nano == prefill.start_time_unix_nano
     assert prefill.start_time_unix_nano < prefill.end_time_unix_nano == whole.end_time_unix_nano

@@ -278,6 +278,10 @@ async def test_a_prefix_is_pulled_and_kept(cluster: Cluster) -> None:
         await cluster.submit(job, place(job, "p1", "d0", fetched=24 if source else 0, source=source))
         assert await cluster.output_of(request_id) == first
         assert cluster.outputs[request_id][0].reused_tokens == 24
+    started = {event.request_id: event.fetch_s for event in cluster.conductor.of(PrefillStarted)}
+    assert started["r2"] is not None
+    assert started["r2"] > 0
+    assert started["r3"] is None
     stored = [e for e in cluster.conductor.of(BlocksStored) if e.stamp.source == "p1"]
     assert stored[0].blocks[:6] == make_job("r2", PROMPT).request.block_hashes
 
