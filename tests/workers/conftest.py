@@ -1,13 +1,15 @@
-"""A real local Ray for the tests that need one, started once and stopped at the end."""
+"""What tests of workers share: a real local Ray, started once, and a cluster of workers without Ray, new for each test."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.workers.actor_doubles import Cluster
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +31,10 @@ def local_ray() -> Iterator[Any]:
     )
     yield ray
     ray.shutdown()
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[Cluster]:
+    cluster = Cluster()
+    yield cluster
+    await cluster.close()
