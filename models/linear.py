@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models import native_kernels
-from models.native_kernels import FLOAT_ROWS, GROUP, TILE
+from models.native_kernels import GROUP, TILE
 
 WEIGHT_FORMATS = ("full", "int8")
 _LARGEST = 127.0
@@ -33,7 +33,7 @@ class FloatLinear:
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        kernels = native_kernels.usable(x, self.weight) if len(x) <= FLOAT_ROWS else None
+        kernels = native_kernels.usable(x, self.weight)
         if kernels is None:
             return F.linear(x, self.weight, self.bias)
         return kernels.linear_float(x, self.weight, self.bias)

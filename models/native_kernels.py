@@ -1,7 +1,7 @@
-"""The compiled inner loops of decoding on a CPU (`native/kernels.cpp`): built once a machine, loaded, called on tensors.
+"""The compiled inner loops of a CPU (`native/`): built once a machine, loaded, called on tensors.
 
 Without a compiler, or where it fails, `kernels()` is None, a warning says so once, and callers compute the same by torch. The
-library lies in the user's cache under a digest of its source, its compiler, its flags and the processor, so a cache that
+library lies in the user's cache under a digest of its sources, its compiler, its flags and the processor, so a cache that
 several kinds of machines share is never mistaken. It uses torch's own OpenMP threads, as many as torch may use at that moment.
 Arguments are float32 on the CPU and contiguous: `usable` tells.
 """
@@ -17,6 +17,7 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,12 +28,14 @@ from models.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).parent / "native" / "kernels.cpp"
+FOLDER = Path(__file__).parent / "native"
+SOURCES = (FOLDER / "kernels.cpp", FOLDER / "chunks.cpp")
+HEADERS = (FOLDER / "vectors.h",)
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 LINK = ("-fopenmp", "-shared", "-fPIC")
 GROUP = 32  # elements of a row of weights or activations that share a scale
 TILE = 16  # rows of weights that lie together
-FLOAT_ROWS = 32  # up to as many rows, reading the weights is what a product costs, and ours is the faster one
+FEW_ROWS = 32  # up to as many rows, reading the weights is what a product costs
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
 MAX_SHARE = 64  # query heads of one KV head
 _BUILD_TIMEOUT_S = 300
@@ -40,6 +43,7 @@ _BUILD_TIMEOUT_S = 300
 _pointer, _size, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _SIGNATURES = {
     "linear_float": (*[_pointer] * 4, *[_size] * 3, _int),
+    "linear_many": (*[_pointer] * 4, *[_size] * 3, _int),
     "linear_int8": (*[_pointer] * 5, *[_size] * 3, _int),
     "rms_norm": (*[_pointer] * 3, *[_size] * 2, _float, _int),
     "gate": (*[_pointer] * 2, *[_size] * 2, _int),
@@ -49,11 +53,27 @@ _SIGNATURES = {
         *([_size] * 5),
         *(_float, _float, _pointer, _int),
     ),
+    "attend_chunk": (
+        *(_pointer, _size, _pointer, _int, _pointer),
+        *([_size] * 8),
+        *(_float, _float, _pointer, _int),
+    ),
 }
 
 
 class BuildError(ModelError):
     """The kernels could not be compiled here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the last tokens of one sequence see: `total` tokens, themselves among them, in the blocks `table` (int64); each
+    `window` tokens back (None: all), and none before `first`."""
+
+    table: Tensor
+    total: int
+    first: int
+    window: int | None
 
 
 class Kernels:
@@ -64,14 +84,15 @@ class Kernels:
         for name, arguments in _SIGNATURES.items():
             function = getattr(self._library, name)
             function.argtypes = arguments
-            function.restype = _int if name == "attend_decode" else None
+            function.restype = _int if name.startswith("attend") else None
 
     def linear_float(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """F.linear(x, weight, bias)."""
         rows, (outputs, inputs) = len(x), weight.shape
         y = x.new_empty(rows, outputs)
         arguments = (x.data_ptr(), weight.data_ptr(), _address(bias), y.data_ptr(), rows, inputs, outputs)
-        self._library.linear_float(*arguments, torch.get_num_threads())
+        multiply = self._library.linear_float if rows <= FEW_ROWS else self._library.linear_many
+        multiply(*arguments, torch.get_num_threads())
         return y
 
     def linear_int8(self, x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
@@ -121,6 +142,15 @@ class Kernels:
         )
         return out
 
+    def attend_chunk(self, queries: Tensor, layer: Tensor, seen: Seen, scale: float, cap: float | None, out: Tensor) -> None:
+        """Attention of the queries [tokens, heads, dim] of one sequence's last tokens, into `out` of the same shape."""
+        tokens, heads, dim = queries.shape
+        self._library.attend_chunk(
+            *(queries.data_ptr(), queries.stride(0), layer.data_ptr(), layer.dtype is torch.bfloat16, seen.table.data_ptr()),
+            *(layer.shape[1], tokens, seen.total, seen.first, seen.window or seen.total, heads, layer.shape[3], dim),
+            *(scale, cap or 0.0, out.data_ptr(), torch.get_num_threads()),
+        )
+
 
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
@@ -163,7 +193,7 @@ def build(flags: Sequence[str] = FLAGS, compiler: str | None = None) -> Path:
     with locked(target.with_name(f".{target.name}.lock")):
         if not target.is_file():
             with scratch_folder(target) as scratch:
-                _compile([*command, "-o", str(scratch / target.name), str(SOURCE)])
+                _compile([*command, "-o", str(scratch / target.name), *map(str, SOURCES)])
                 (scratch / target.name).replace(target)
     return target
 
@@ -180,5 +210,5 @@ def _compile(command: list[str]) -> None:
 def _digest(command: Sequence[str]) -> str:
     processor = Path("/proc/cpuinfo")
     features = {line for line in processor.read_text().splitlines() if line.startswith(("flags", "Features", "model name"))}
-    parts = (SOURCE.read_text(), *command, platform.platform(), *sorted(features))
+    parts = (*(path.read_text() for path in (*SOURCES, *HEADERS)), *command, platform.platform(), *sorted(features))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]

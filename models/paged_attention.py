@@ -4,7 +4,8 @@ A `BatchPlan` is made once a forward pass and serves every layer. It lays the ba
 
 - sequences with one new token (decode) are computed together: their blocks are gathered into one padded
   [sequences, context] tensor, and the query heads that share a KV head become rows of one small product;
-- sequences with more new tokens (a prefill chunk) are computed one after another against their own context.
+- sequences with more new tokens (a prefill chunk) are computed one after another against their own context: by the native
+  kernel, which reads keys and values where they lie, tile by tile, once for all query heads that share them; else by torch.
 
 Layers with a sliding window have a plan of their own, which leaves out the blocks that no new token sees any more.
 A sequence whose blocks lie side by side in the cache is read through a view; only scattered blocks are copied.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from models import native_kernels
 from models.base import ForwardBatch, PagedKVCache
-from models.native_kernels import Kernels
+from models.native_kernels import Kernels, Seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +44,25 @@ class BlockRun:
         return layer[self.first : self.first + blocks].flatten(0, 1)[: self.tokens]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ChunkWork:
     """One sequence with several new tokens: rows `start..stop` of the batch, the last of `run.tokens` tokens of context.
 
-    `mask` is None when the chunk starts its sequence and no window cuts it, so that plain causal attention is right.
+    `seen` says to the native kernel what `mask` says to torch, which is None when the chunk starts its sequence and no window
+    cuts it, so that plain causal attention is right. A mask is made when it is first asked for: it grows with the context.
     """
 
     start: int
     stop: int
     run: BlockRun
-    mask: Tensor | None
+    seen: Seen
+    dtype: torch.dtype
+    device: torch.device
+
+    @cached_property
+    def mask(self) -> Tensor | None:
+        hidden = _hidden(self.stop - self.start, self.seen)
+        return None if hidden is None else _minus_infinity(hidden, self.dtype).to(self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +117,8 @@ def plan_batch(
             single.append((row, seen))
         else:
             run = _block_run(seen.table, seen.total, size, device)
-            chunks.append(ChunkWork(row, row + new, run, _mask(seen, device, dtype)))
+            facts = Seen(torch.tensor(seen.table), seen.total, seen.first, window)
+            chunks.append(ChunkWork(row, row + new, run, facts, dtype, device))
         row += new
     positions, slots = _places(batch, size)
     decode = _decode_work(single, cache, dtype, padded_blocks) if single else None
@@ -148,16 +159,17 @@ class _Seen:
     window: int | None
     first: int
 
-    def hidden(self) -> Tensor | None:
-        """[new, total] of bool, None when plain causal attention is right."""
-        queries = torch.arange(self.total - self.new, self.total)[:, None]
-        keys = torch.arange(self.total)
-        earliest = torch.full_like(queries, self.first)
-        if self.window is not None:
-            earliest = torch.maximum(earliest, queries - self.window + 1)
-        if self.new == self.total and int(earliest.max()) == 0:
-            return None
-        return (keys > queries) | (keys < earliest)
+
+def _hidden(new: int, seen: Seen) -> Tensor | None:
+    """[new, total] of bool, None when plain causal attention is right."""
+    queries = torch.arange(seen.total - new, seen.total)[:, None]
+    keys = torch.arange(seen.total)
+    earliest = torch.full_like(queries, seen.first)
+    if seen.window is not None:
+        earliest = torch.maximum(earliest, queries - seen.window + 1)
+    if new == seen.total and int(earliest.max()) == 0:
+        return None
+    return (keys > queries) | (keys < earliest)
 
 
 def _seen(batch: ForwardBatch, size: int, window: int | None, *, last_only: bool = False) -> list[_Seen]:
@@ -194,11 +206,6 @@ def _block_run(table: Sequence[int], tokens: int, block_tokens: int, device: tor
     if used == list(range(used[0], used[0] + len(used))):
         return BlockRun(tokens, used[0], None)
     return BlockRun(tokens, None, torch.as_tensor(used, dtype=torch.long, device=device))
-
-
-def _mask(seen: _Seen, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-    hidden = seen.hidden()
-    return None if hidden is None else _minus_infinity(hidden, dtype).to(device)
 
 
 def _minus_infinity(hidden: Tensor, dtype: torch.dtype) -> Tensor:
@@ -245,6 +252,9 @@ class Softmax:
     scale: float | None = None
     cap: float | None = None
 
+    def scale_of(self, queries: Tensor) -> float:
+        return queries.shape[-1] ** -0.5 if self.scale is None else self.scale
+
 
 PLAIN_SOFTMAX = Softmax()
 
@@ -253,9 +263,15 @@ def attend(queries: Tensor, layer: Tensor, plan: BatchPlan, softmax: Softmax = P
     """Attention of `queries` [tokens, heads, head_dim] over what the plan lets each token see; same shape out."""
     if plan.decode is not None and plan.decode_only:
         return _attend_decode(queries, layer, plan.decode, softmax)
-    out = torch.empty_like(queries)
+    out = torch.empty_like(queries, memory_format=torch.contiguous_format)
+    kernels = _kernels(queries, layer)
     for chunk in plan.chunks:
-        out[chunk.start : chunk.stop] = _attend_chunk(queries[chunk.start : chunk.stop], layer, chunk, softmax)
+        rows = slice(chunk.start, chunk.stop)
+        if kernels is None:
+            out[rows] = _attend_chunk(queries[rows], layer, chunk, softmax)
+        else:
+            scale = softmax.scale_of(queries)
+            kernels.attend_chunk(queries[rows], layer, chunk.seen, scale, softmax.cap, out[rows])
     if plan.decode is not None:
         out[plan.decode.rows] = _attend_decode(queries[plan.decode.rows], layer, plan.decode, softmax)
     return out
@@ -281,8 +297,7 @@ def _attend_capped(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor |
     """[heads, tokens, head_dim] of one sequence, with capped logits, which fused kernels do not have."""
     assert softmax.cap is not None
     grouped = queries.reshape(len(keys), -1, *queries.shape[1:])
-    scale = queries.shape[-1] ** -0.5 if softmax.scale is None else softmax.scale
-    logits = torch.tanh(grouped @ keys.mT[:, None] * (scale / softmax.cap)) * softmax.cap
+    logits = torch.tanh(grouped @ keys.mT[:, None] * (softmax.scale_of(queries) / softmax.cap)) * softmax.cap
     if mask is None:
         mask = torch.full(logits.shape[-2:], float("-inf"), dtype=logits.dtype, device=logits.device).triu_(1)
     out = (logits + mask).softmax(dim=-1) @ values[:, None]
@@ -299,8 +314,8 @@ def gather_contexts(layer: Tensor, work: DecodeWork) -> Tensor:
 
 def _attend_decode(queries: Tensor, layer: Tensor, work: DecodeWork, softmax: Softmax) -> Tensor:
     sequences, heads, head_dim = queries.shape
-    scale = head_dim**-0.5 if softmax.scale is None else softmax.scale
-    kernels = _decode_kernels(queries, layer)
+    scale = softmax.scale_of(queries)
+    kernels = _kernels(queries, layer)
     if kernels is not None:
         return kernels.attend_decode(queries, layer, (work.tables, work.first, work.lengths), scale, softmax.cap)
     kv_heads = layer.shape[3]
@@ -314,7 +329,7 @@ def _attend_decode(queries: Tensor, layer: Tensor, work: DecodeWork, softmax: So
     return out.reshape(sequences, heads, head_dim)
 
 
-def _decode_kernels(queries: Tensor, layer: Tensor) -> Kernels | None:
+def _kernels(queries: Tensor, layer: Tensor) -> Kernels | None:
     """The native kernels, where they take queries [sequences, heads, head_dim] that may be a part of longer rows."""
     heads_together = queries.stride()[1:] == (queries.shape[2], 1)
     few_enough = queries.shape[1] <= native_kernels.MAX_SHARE * layer.shape[3]

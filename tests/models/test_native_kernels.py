@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from models import native_kernels
 from models.base import ForwardBatch, PagedKVCache
@@ -46,7 +49,7 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 64, 48), (7, 40, 33), (13, 576, 100), (32, 7, 3)])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 64, 48), (7, 40, 33), (32, 7, 3), (33, 42, 101), (77, 576, 48)])
 @pytest.mark.parametrize("biased", [False, True])
 def test_float_products_are_torchs(kernels: Kernels, rows: int, inputs: int, outputs: int, biased: bool) -> None:
     x, weight = random(rows, inputs), random(outputs, inputs, seed=1)
@@ -150,6 +153,93 @@ def test_rotation_and_attention_are_torchs(kernels: Kernels, dim: int, dtype: to
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A chunk of `new` tokens after `context` others, in shuffled blocks of `size` tokens."""
+
+    new: int
+    context: int
+    size: int
+    kv_heads: int
+    share: int
+    dim: int
+    window: int | None = None
+    replay: bool = False
+    cap: float | None = None
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (-(-(self.context + self.new) // self.size) + 3, self.size, 2, self.kv_heads, self.dim)
+
+
+def attended(asked: Asked, kernels: Kernels | None, monkeypatch: pytest.MonkeyPatch, parts: Sequence[int]) -> torch.Tensor:
+    """Attention of the chunk, computed in `parts` one after the other."""
+    monkeypatch.setattr(native_kernels, "kernels", lambda: kernels)
+    cache = PagedKVCache.__new__(PagedKVCache)
+    cache.layers, cache.block_tokens, cache.num_blocks = (
+        [(random(*asked.shape) * 2).to(asked.dtype)],
+        asked.size,
+        asked.shape[0],
+    )
+    table = torch.randperm(asked.shape[0], generator=torch.Generator().manual_seed(3)).tolist()
+    rows = random(asked.new, (asked.share + 2) * asked.kv_heads, asked.dim, seed=1) * 2
+    queries, softmax, found, start = rows[:, : asked.share * asked.kv_heads], Softmax(None, asked.cap), [], 0
+    for part in parts:
+        ids = torch.zeros(part, dtype=torch.long)
+        batch = ForwardBatch(ids, [part], [asked.context + start], [table], replay=asked.replay)
+        plan = plan_batch(batch, cache, torch.float32, asked.window)
+        found.append(attend(queries[start : start + part], cache.layers[0], plan, softmax))
+        start += part
+    return torch.cat(found)
+
+
+chunks = st.builds(
+    Asked,
+    new=st.integers(2, 110),
+    context=st.integers(0, 220),
+    size=st.sampled_from([4, 16, 24, 64, 128]),
+    kv_heads=st.integers(1, 3),
+    share=st.sampled_from([1, 2, 3, 7]),
+    dim=st.sampled_from(HEAD_DIMS),
+    window=st.none() | st.integers(1, 200),
+    replay=st.booleans(),
+    cap=st.sampled_from([None, 20.0]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+
+
+@given(asked=chunks, kind=st.sampled_from(sorted(KINDS)))
+@example(Asked(64, 2048, 64, 3, 3, 64), "native")
+@settings(max_examples=50, deadline=None)
+def test_attention_of_a_chunk_is_torchs(asked: Asked, kind: str) -> None:
+    """Whatever the lengths, blocks, heads and windows: the tiles and the sums as they go are those of plain attention."""
+    with pytest.MonkeyPatch.context() as patch:
+        expected = attended(asked, None, patch, [asked.new])
+        found = attended(asked, Kernels(build(KINDS[kind])), patch, [asked.new])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@given(asked=chunks, first=st.integers(2, 100))
+@settings(max_examples=30, deadline=None)
+def test_a_token_attends_to_the_same_bits_in_any_chunk(asked: Asked, first: int) -> None:
+    """Where the prompt is cut decides who computes, not in which order numbers are added."""
+    kernels = native_kernels.kernels()
+    parts = [first, asked.new - first] if 2 <= asked.new - first else [asked.new]
+    plain = replace(asked, replay=False, size=64)
+    with pytest.MonkeyPatch.context() as patch:
+        whole, cut = (attended(plain, kernels, patch, each) for each in ([plain.new], parts))
+    assert torch.equal(whole, cut)
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_row_of_many_gets_the_same_bits_in_any_chunk(kernels: Kernels) -> None:
+    x, weight = random(90, 100), random(70, 100, seed=1)
+    whole = kernels.linear_float(x, weight, None)
+    for start, stop in ((0, 33), (20, 90), (41, 80)):
+        assert torch.equal(kernels.linear_float(x[start:stop], weight, None), whole[start:stop])
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
 @pytest.mark.parametrize("weight_format", ["full", "int8"])
 def test_models_without_kernels_keep_every_promise(
@@ -162,9 +252,9 @@ def test_models_without_kernels_keep_every_promise(
 
 @pytest.mark.parametrize("biased", [False, True])
 def test_few_rows_and_many_are_the_same_product(biased: bool) -> None:
-    """The switch from our kernel to torch's, by the number of rows, is not to be seen."""
+    """The switch from one kernel to the other, by the number of rows, is not to be seen."""
     linear = FloatLinear(random(40, 64), random(40, seed=1) if biased else None)
-    x = random(native_kernels.FLOAT_ROWS + 1, 64, seed=2)
+    x = random(native_kernels.FEW_ROWS + 1, 64, seed=2)
     torch.testing.assert_close(linear(x)[:-1], linear(x[:-1].contiguous()), atol=1e-5, rtol=1e-5)
 
 
