@@ -15,7 +15,7 @@ from models.cache import cache_root, ensure_folder, read_json, sha256_of, write_
 from models.errors import ModelFileError
 from models.families import DecoderConfig, config_of_folder
 from models.gguf import PREPARED_VERSION, prepare_gguf
-from models.kv_layout import number_format
+from models.kv_layout import keeps_bits, number_format
 from models.pull import DEFAULT_MODEL, SHA256, pull_default_model
 from models.tokenizer import TextTokenizer, load_tokenizer_folder
 
@@ -35,7 +35,8 @@ class ModelFolder:
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """What one may know of a model without loading it. `namespace` holds everything that its KV depends on."""
+    """What one may know of a model without loading it. `namespace` holds everything that its KV depends on, but for the way
+    it moves: see `namespace_moved_as`."""
 
     name: str
     revision: str
@@ -87,6 +88,17 @@ def model_card(folder: ModelFolder, tokenizer: TextTokenizer, kv_dtype: str, wei
             *(() if weight_format != "int8" else (f"weights-{weight_format}",)),
         ),
     )
+
+
+def namespace_moved_as(codec: str | None, namespace: tuple[str, ...], kv_dtype: str) -> tuple[str, ...]:
+    """The namespace of KV that moves between workers in the number format `codec` (None: as it is cached).
+
+    What a lossy format brought is not what was computed, and nobody can tell which of a cache's blocks came so. So where KV
+    moves in one, all of it lies in a namespace of its own, which no exact block shares.
+    """
+    if codec is None or keeps_bits(codec, number_format(KV_DTYPES[kv_dtype])):
+        return namespace
+    return (*namespace, f"moved-as-{number_format(codec).name}")
 
 
 def _prepared(name: str, sha256: str, source: Path | None) -> ModelFolder:

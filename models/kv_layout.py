@@ -53,6 +53,11 @@ def number_format(name: str) -> NumberFormat:
     return FORMATS[name]
 
 
+def keeps_bits(name: str, kept_as: NumberFormat) -> bool:
+    """Whether numbers `kept_as` one of the formats without scales come back from the format `name` as they were."""
+    return number_format(name) in (kept_as, FORMATS["fp32"])
+
+
 @dataclass(frozen=True, slots=True)
 class StateKind:
     """What `layers` layers keep alike: `elements` numbers for each entry, an entry for every `tokens_per_entry` tokens.

@@ -20,6 +20,7 @@ from conductor.core.hashing import KVNamespace
 from conductor.core.messages import SamplingParams
 from conductor.core.types import BlockHash
 from models.base import CausalLM, KVLayout
+from models.folder import namespace_moved_as
 from models.graphed_decode import GraphedDecode
 from models.kv_codec import BlockCodec
 from models.llama import Llama
@@ -65,10 +66,10 @@ def build_parts(config: WorkerConfig) -> WorkerParts:
     loaded = load_worker_model(config)
     cache = make_cache(config, loaded.model.layout)
     engine = Engine(graphed(loaded.model, cache), cache)
-    namespace = loaded.card.namespace
+    namespace = namespace_moved_as(config.transport_codec, loaded.card.namespace, config.kv_dtype)
     codec = block_codec(config.transport_codec, loaded.model.layout, config.block_tokens)
     profile = config.profile or throttled_profile(fitted_profile(config, loaded, engine.cache).profile, config.link)
-    block_format = BlockFormat(stored_namespace(config, namespace, codec), engine.cache.kv)
+    block_format = BlockFormat(stored_namespace(config, namespace), engine.cache.kv)
     tiers = open_tiers(in_cluster(config.store), block_format, node_of(config))
     moved = profile.kv_bytes_per_token if codec is None else moved_bytes(engine.cache.kv, codec)
     return WorkerParts(
@@ -114,10 +115,9 @@ def node_of(config: WorkerConfig) -> str:
     return config.node or socket.gethostname()
 
 
-def stored_namespace(config: WorkerConfig, namespace: tuple[str, ...], codec: BlockCodec | None) -> str:
+def stored_namespace(config: WorkerConfig, namespace: tuple[str, ...]) -> str:
     """Everything that the values of KV depend on: tiers outlive a configuration, and other clusters read them."""
-    lossy = [] if codec is None or codec.keeps_bits else [f"moved as {codec.name}"]
-    return "/".join([*namespace, f"weights {config.weights}", f"computed in {config.compute_dtype}", *lossy])
+    return "/".join([*namespace, f"weights {config.weights}", f"computed in {config.compute_dtype}"])
 
 
 def in_cluster(store: StoreSettings) -> StoreSettings:

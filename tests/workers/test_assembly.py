@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from conductor.config import Config
 from conductor.core.hashing import KVNamespace, hash_blocks
 from conductor.core.types import Role
-from models.base import KVLayout
-from models.kv_codec import BlockCodec
+from conductor.serve import prepare_model
+from models.kv_layout import FORMATS
 from tests.models.builders import write_tiny_folder
 from tests.workers.actor_doubles import PROFILE
 from tests.workers.doubles import packed
-from workers.assembly import PROBE, build_parts, round_trip, stored_namespace, throttled_profile, warm_up
+from workers.assembly import PROBE, build_parts, round_trip, throttled_profile, warm_up
 from workers.config import WorkerConfig
 from workers.kv_store.settings import StoreSettings
 from workers.kv_transfer.base import KVDescriptor, KVTicket
@@ -90,16 +92,34 @@ def test_tiers_are_opened_for_everything_that_kv_depends_on(config: WorkerConfig
     """Weights in another format, or other arithmetic, give other KV: such workers share no stored block."""
     store = StoreSettings(disk_directory=tmp_path / "disk", disk_bytes=1 << 20)
     formats = set()
-    for changes in ({}, {"weights": "int8"}, {"compute_dtype": "bfloat16"}):
+    for changes in ({}, {"weights": "int8"}, {"compute_dtype": "bfloat16"}, {"transport_codec": "fp8"}):
         parts = build_parts(replace(config, store=store, profile=PROFILE, **changes))
         (tier,) = parts.tiers.tiers
         formats.add(tier.format.fingerprint)
         assert parts.profile.tier_bytes_per_s[tier.tier] > 0
         tier.close()
-    assert len(formats) == 3
+    assert len(formats) == 4
 
 
-def test_what_moved_with_losses_is_stored_apart(config: WorkerConfig) -> None:
-    layout = KVLayout("gqa", 1, 2, (2, 1, 16), torch.float32)
-    names = {stored_namespace(config, ("model",), codec) for codec in (None, BlockCodec("int8", layout, 16))}
-    assert len(names) == 2
+def test_what_moves_with_losses_never_has_an_exact_blocks_name(config: WorkerConfig) -> None:
+    """Gateway and worker of a deployment name a prompt alike; no two deployments that move KV in unlike formats do, unless
+    what arrives is the same to the bit."""
+    tokens, firsts = packed(range(32)), {}
+    for kv_dtype, codec in itertools.product(("float32", "bfloat16"), (None, *FORMATS)):
+        served = Config.model_validate(
+            {
+                "model": {"name": config.model, "kv_dtype": kv_dtype},
+                "workers": {"transport_codec": codec},
+                "scheduler": {"block_tokens": 16},
+            }
+        )
+        worker = replace(config, kv_dtype=kv_dtype, transport_codec=codec, profile=PROFILE)
+        names = hash_blocks(build_parts(worker).root_of("tenant"), tokens, 16)
+        assert prepare_model(served).hash_prompt(tokens, "tenant") == names
+        firsts[kv_dtype, codec] = names[0]
+    plain, half = firsts["float32", None], firsts["bfloat16", None]
+    exact = {plain: {("float32", None), ("float32", "fp32")}}
+    exact |= {half: {("bfloat16", None), ("bfloat16", "fp32"), ("bfloat16", "bf16")}}
+    for name, ways in exact.items():
+        assert {way for way, first in firsts.items() if first == name} == ways
+    assert len(set(firsts.values())) == len(firsts) - 3
