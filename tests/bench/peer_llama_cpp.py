@@ -1,6 +1,7 @@
-"""llama.cpp on the default model's own file, run by the peer's Python: prefill and decode rates as one JSON object.
+"""llama.cpp on the default model's own file, run by the peer's Python: a round of prefill and decode rates a line of input.
 
 `python peer_llama_cpp.py '{"gguf": PATH, "threads": 2, "clock": "wall", "prefill": [512], "decode": [256], "steps": 16}'`
+See `peer_process.py`. The longest prefill is left out of rounds that are not long.
 """
 
 from __future__ import annotations
@@ -49,9 +50,8 @@ def decode_tokens_per_s(context: int) -> float:
 
 
 prefill_tokens_per_s(64)
-figures = {
-    f"prefill {count}": max(prefill_tokens_per_s(count) for _ in range(min(3, max(1, 4096 // count))))
-    for count in task["prefill"]
-}
-figures |= {f"decode 1 at {context}": decode_tokens_per_s(context) for context in task["decode"]}
-print(json.dumps(figures))
+for line in sys.stdin:
+    lengths = task["prefill"] if json.loads(line)["long"] else task["prefill"][:-1]
+    figures = {f"prefill {count}": prefill_tokens_per_s(count) for count in lengths}
+    figures |= {f"decode 1 at {context}": decode_tokens_per_s(context) for context in task["decode"]}
+    print("RATES " + json.dumps(figures), flush=True)

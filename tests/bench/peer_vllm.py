@@ -1,10 +1,10 @@
-"""vLLM's CPU build on the default model as a Hugging Face folder, run by the peer's Python: rates as one JSON object.
+"""vLLM's CPU build on the default model as a Hugging Face folder, run by the peer's Python: a round of rates a line of input.
 
 `python peer_vllm.py TASK`, for example {"folder": PATH, "prefill": [512], "decode": [[1, 256]], "steps": 32, "hit": [2048, 64],
 "threads": 2, "clock": "wall"}
 
-Rates are differences between requests that share everything else, so that what does not depend on them falls out: decode is
-the time of `steps` further tokens, and its prompts are cached when they are timed.
+See `peer_process.py`. Rates are differences between requests that share everything else, so that what does not depend on them
+falls out: decode is the time of `steps` further tokens, and its prompts are cached when they are timed.
 """
 
 from __future__ import annotations
@@ -37,20 +37,22 @@ def main() -> None:
         model.generate(prompts, rules, use_tqdm=False)
         return clock() - started
 
+    def round_of_rates() -> dict[str, float]:
+        figures = {f"prefill {count}": count / seconds([prompt(count)], 1) for count in task["prefill"]}
+        prefix, new = task["hit"]
+        shared = prompt(prefix)["prompt_token_ids"]
+        seconds([{"prompt_token_ids": [*shared, 5]}], 1)
+        figures["hit_s"] = min(seconds([{"prompt_token_ids": shared + prompt(new)["prompt_token_ids"]}], 1) for _ in range(2))
+        for batch, context in task["decode"]:
+            prompts = [prompt(context) for _ in range(batch)]
+            seconds(prompts, 1)
+            further = min(seconds(prompts, task["steps"] + 1) for _ in range(2)) - min(seconds(prompts, 1) for _ in range(2))
+            figures[f"decode {batch} at {context}"] = batch * task["steps"] / further
+        return figures
+
     seconds([prompt(64)], 4)
-    figures = {}
-    for count in task["prefill"]:
-        figures[f"prefill {count}"] = count / min(seconds([prompt(count)], 1) for _ in range(max(2, 2048 // count)))
-    prefix, new = task["hit"]
-    shared = prompt(prefix)["prompt_token_ids"]
-    seconds([{"prompt_token_ids": [*shared, 5]}], 1)
-    figures["hit_s"] = min(seconds([{"prompt_token_ids": shared + prompt(new)["prompt_token_ids"]}], 1) for _ in range(3))
-    for batch, context in task["decode"]:
-        prompts = [prompt(context) for _ in range(batch)]
-        seconds(prompts, 1)
-        further = min(seconds(prompts, task["steps"] + 1) for _ in range(2)) - min(seconds(prompts, 1) for _ in range(2))
-        figures[f"decode {batch} at {context}"] = batch * task["steps"] / further
-    print(json.dumps(figures))
+    for _ in sys.stdin:
+        print("RATES " + json.dumps(round_of_rates()), flush=True)
 
 
 if __name__ == "__main__":

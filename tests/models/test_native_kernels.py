@@ -225,7 +225,7 @@ def test_attention_of_a_chunk_is_torchs(asked: Asked, kind: str) -> None:
 def test_a_token_attends_to_the_same_bits_in_any_chunk(asked: Asked, first: int) -> None:
     """Where the prompt is cut decides who computes, not in which order numbers are added."""
     kernels = native_kernels.kernels()
-    parts = [first, asked.new - first] if 2 <= asked.new - first else [asked.new]
+    parts = [first, asked.new - first] if asked.new - first >= 2 else [asked.new]
     plain = replace(asked, replay=False, size=64)
     with pytest.MonkeyPatch.context() as patch:
         whole, cut = (attended(plain, kernels, patch, each) for each in ([plain.new], parts))
