@@ -38,13 +38,22 @@ class ForwardBatch:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The bytes of a token's KV in a paged cache: `elements` per layer, unpacked, each as wide as `dtype`."""
+    """The bytes of a token's KV in a paged cache: `elements` per layer, unpacked, each as wide as `dtype`.
+
+    `windows`: how many tokens back each layer sees, None where all; empty where all layers do.
+    """
 
     name: str
     version: int
     num_layers: int
     token_shape: tuple[int, ...]  # shape of one token's KV in one layer, e.g. (2, kv_heads, head_dim)
     dtype: torch.dtype
+    windows: tuple[int | None, ...] = ()
+
+    def first_seen(self, layer: int, tokens: int) -> int:
+        """The earliest token whose state in a layer is of use to what follows `tokens` tokens."""
+        window = self.windows[layer] if self.windows else None
+        return 0 if window is None else max(0, tokens - window + 1)
 
     @property
     def elements(self) -> int:

@@ -59,13 +59,14 @@ class Llama(CausalLM):
         self.vocab_size = config.vocab_size
         self.max_context = config.max_context
         token_shape = (2, config.num_kv_heads, config.head_dim)
-        self.layout = KVLayout(config.layout_name, config.layout_version, config.num_layers, token_shape, kv_dtype)
+        self._windows = [config.window(i) for i in range(config.num_layers)]
+        name, version = config.layout_name, config.layout_version
+        self.layout = KVLayout(name, version, config.num_layers, token_shape, kv_dtype, tuple(self._windows))
         self._embed = weights[EMBED]
         self._norm = weights[FINAL_NORM]
         project = Projections(weights, weight_format)
         self._head = project(EMBED if config.tied_embeddings else HEAD)
         self._layers = [_layer(weights, project, i) for i in range(config.num_layers)]
-        self._windows = [config.window(i) for i in range(config.num_layers)]
         ropes = {window: self._rope(window) for window in set(self._windows)}
         self._tables = {window: rotary_tables(rope, self._embed.device, self._embed.dtype) for window, rope in ropes.items()}
         gemma = config.gemma

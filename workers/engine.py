@@ -22,6 +22,7 @@ from models.prompt_lookup import guess_next
 from models.sampling import SampledToken, TokenHistory, has_penalty, sample
 from workers.block_pool import OutOfBlocks
 from workers.device_cache import DeviceCache, Fill
+from workers.needed_state import needed_parts
 from workers.sequence import KVSequence, Prompt
 
 Extend: TypeAlias = Callable[[BlockHash, bytes], BlockHash]
@@ -183,16 +184,25 @@ class Engine:
         sequence.received.update((block, layer) for block in blocks for layer in chosen)
 
     def missing_blocks(self, sequence: KVSequence) -> list[int]:
-        """Blocks of an adopted sequence that are neither cached nor received in all layers."""
-        layers = range(self.model.layout.num_layers)
-        coming = range(sequence.named, len(sequence.table))
-        return [block for block in coming if any((block, layer) not in sequence.received for layer in layers)]
+        """Blocks of an adopted sequence that are neither cached nor received in the layers in which they are needed."""
+        wanted = self._wanted(sequence)
+        return sorted({block for block, layer in wanted - sequence.received})
+
+    def _wanted(self, sequence: KVSequence) -> set[tuple[int, int]]:
+        """(block, layer) whose KV has to come for an adopted prompt: no window's state beyond what the next token sees."""
+        layout, tokens, size = self.model.layout, len(sequence.tokens), self.cache.block_tokens
+        whole = range(sequence.named, len(sequence.table))
+        parts = needed_parts(layout, tokens, size, whole, range(layout.num_layers))
+        return {(block, layer) for blocks, layers in parts for block in blocks for layer in layers}
 
     def complete(self, sequence: KVSequence, first_token: int) -> None:
-        """All KV of an adopted prompt is here: name its blocks and let it decode from its first token."""
+        """All KV of an adopted prompt is here: name its blocks, if it came in all layers, and let it decode from its first
+        token."""
         missing = self.missing_blocks(sequence)
         if missing:
             raise ValueError(f"blocks {missing} of {len(sequence.table)} have not been received")
+        coming, layers = range(sequence.named, len(sequence.table)), range(self.model.layout.num_layers)
+        sequence.in_part = any((block, layer) not in sequence.received for block in coming for layer in layers)
         sequence.computed = len(sequence.tokens)
         self._name_full_blocks(sequence)
         sequence.tokens.append(first_token)
@@ -201,7 +211,7 @@ class Engine:
 
     def _name_full_blocks(self, sequence: KVSequence) -> None:
         full = sequence.computed // self.cache.block_tokens
-        if full > sequence.named:
+        if full > sequence.named and not sequence.in_part:
             self._extend_hashes(sequence, full)
             self.cache.commit(sequence.table, sequence.named, sequence.hashes[:full])
             sequence.named = full

@@ -25,6 +25,9 @@ from workers.kv_transfer.paired import PairedTransports
 Deliver = Callable[[HandoverPart], Awaitable[bool]]
 """Lets the decode worker take a part; tells whether it has."""
 
+Needed = Callable[[range, range], Sequence[tuple[range, range]]]
+"""The (blocks, layers) of some blocks in some layers that the decode worker needs: see `needed_state.py`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sender:
@@ -50,13 +53,15 @@ class Part:
 
 
 class Outgoing:
-    """`deliver` is called for each part that can be sent early; `peer` names the target, once it is known."""
+    """`deliver` is called for each part that can be sent early; `peer` names the target, once it is known; `needed` tells which
+    blocks in which layers the target has use for."""
 
-    def __init__(self, sender: Sender, deliver: Deliver, peer: Callable[[], WorkerId | None]) -> None:
+    def __init__(self, sender: Sender, deliver: Deliver, peer: Callable[[], WorkerId | None], needed: Needed) -> None:
         self.sent_blocks = 0
         self._sender = sender
         self._deliver = deliver
         self._peer = peer
+        self._needed = needed
         self._offers: list[asyncio.Task[HandoverPart]] = []
         self._pins: list[Sequence[BlockId]] = []
         self._delivered: set[PartKey] = set()
@@ -74,11 +79,15 @@ class Outgoing:
         kv = self._sender.cache.kv
         return layer_groups(kv.num_layers, blocks * kv.layer_block_bytes) if blocks else []
 
-    def cut(self, table: Sequence[BlockId], blocks: range, layers: range) -> Part:
-        """Take hold of some blocks of the table as it is now. Every part that is cut must be sent."""
-        ids = tuple(table[blocks.start : blocks.stop])
-        self._sender.cache.retain(ids)
-        return Part(blocks.start, ids, layers)
+    def cut(self, table: Sequence[BlockId], blocks: range, layers: range) -> list[Part]:
+        """Take hold of some blocks of the table as it is now, as far as they are needed. Every part that is cut must be sent."""
+        parts = [
+            Part(needed.start, tuple(table[needed.start : needed.stop]), chosen)
+            for needed, chosen in self._needed(blocks, layers)
+        ]
+        for part in parts:
+            self._sender.cache.retain(part.ids)
+        return parts
 
     # --- sending ------------------------------------------------------------------------------------------------------
 
@@ -99,7 +108,8 @@ class Outgoing:
     async def _send_prefix(self, table: Sequence[BlockId], blocks: int, held_there: Callable[[], Awaitable[int]]) -> None:
         missing = range(await held_there(), blocks)
         for layers in self.groups(len(missing)):
-            self.send(self.cut(table, missing, layers))
+            for part in self.cut(table, missing, layers):
+                self.send(part)
 
     async def rest(self) -> list[HandoverPart]:
         """The parts that have not been taken, with tickets that live long enough to be."""

@@ -27,6 +27,7 @@ from workers.config import WorkerConfig
 from workers.engine import OnLayer
 from workers.jobs import HandoverPart, JobKey, finish_reason, job_key, last_output, prompt_of, refusal, token_output
 from workers.kv_transfer.base import TransferError
+from workers.needed_state import needed_parts
 from workers.outgoing import Outgoing, Sender
 from workers.sequence import KVSequence, Prompt
 
@@ -249,7 +250,13 @@ class PrefillWorker(WorkerActor):
     def _begin_sending(self, entry: _Entry, sequence: KVSequence) -> None:
         """The reused prefix goes out at once."""
         if not entry.ends_with_first_token:
-            entry.outgoing = Outgoing(self._sender, lambda part: self._deliver_early(entry, part), lambda: entry.decode_id)
+            tokens, size, layout = len(sequence.prompt.tokens), self.cache.block_tokens, self.engine.model.layout
+            entry.outgoing = Outgoing(
+                self._sender,
+                lambda part: self._deliver_early(entry, part),
+                lambda: entry.decode_id,
+                lambda blocks, layers: needed_parts(layout, tokens, size, blocks, layers),
+            )
             entry.outgoing.send_prefix(sequence.table, sequence.named, lambda: self._held_by_decode(entry))
 
     async def _held_by_decode(self, entry: _Entry) -> int:
@@ -279,7 +286,8 @@ class PrefillWorker(WorkerActor):
 
         def send(layer: int) -> None:
             if layer in ends and not entry.cancelled:
-                self._in_loop(outgoing.send, outgoing.cut(sequence.table, blocks, ends[layer]))
+                for part in outgoing.cut(sequence.table, blocks, ends[layer]):
+                    self._in_loop(outgoing.send, part)
 
         return send
 

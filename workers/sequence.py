@@ -32,7 +32,8 @@ class KVSequence:
         blocks  [0 ... named)    [named ... len(table))
                  carry a hash     partial, or being filled
 
-    `reused_tokens` of the prompt were found in the cache. `received` are (block, layer) whose KV came from another worker.
+    `reused_tokens` of the prompt were found in the cache. `received` are (block, layer) whose KV came from another worker;
+    `in_part`: not all of them, since windows have left some behind, so that no block may be named and reused.
     """
 
     prompt: Prompt
@@ -43,6 +44,7 @@ class KVSequence:
     named: int
     reused_tokens: int
     received: set[tuple[int, int]] = field(default_factory=set)
+    in_part: bool = False
 
     @property
     def output_tokens(self) -> int:
