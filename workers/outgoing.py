@@ -80,7 +80,7 @@ class Outgoing:
         return layer_groups(kv.num_layers, blocks * kv.layer_block_bytes) if blocks else []
 
     def cut(self, table: Sequence[BlockId], blocks: range, layers: range) -> list[Part]:
-        """Take hold of some blocks of the table as it is now, as far as they are needed. Every part that is cut must be sent."""
+        """Take hold of some blocks of the table as it is now, where they are needed. Every part that is cut must be sent."""
         parts = [
             Part(needed.start, tuple(table[needed.start : needed.stop]), chosen)
             for needed, chosen in self._needed(blocks, layers)

@@ -19,7 +19,9 @@ constexpr int QUERIES = 6, BREADTH = 2;
 #endif
 constexpr int OUTPUTS = STEP * LANES;  // of a panel of weights
 constexpr int64_t KEYS = 64;           // tokens of a tile of keys and values; tiles begin at multiples of it
-constexpr int64_t QUERY_ROWS = 96;     // about so many rows (a query head of a token) share a tile
+constexpr int64_t QUERY_ROWS = 192;    // about so many rows (a query head of a token) share a tile, if threads have enough to do
+
+constexpr float LOG2_E = 1.44269504088896341f;
 
 template <typename T>
 struct Aligned {  // to cache lines, and not written yet
@@ -104,6 +106,34 @@ struct Chunk {
   float scale, cap;  // cap 0: none
 };
 
+// 2^x for x <= 0, to about two parts in 10^7: logits come scaled for it.
+inline Floats power_of_two(Floats x) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  const __m512 bounded = _mm512_max_ps(reinterpret_cast<__m512&>(x), _mm512_set1_ps(-126.0f));
+  const __m512 whole = _mm512_roundscale_ps(bounded, 0);
+  const Floats r = reinterpret_cast<const Floats&>(bounded) - reinterpret_cast<const Floats&>(whole);
+#else
+  x = x < -126.0f ? splat(-126.0f) : x;
+  const Ints whole = __builtin_convertvector(x - 0.5f, Ints);  // towards zero, which is rounding to nearest here
+  const Floats r = x - __builtin_convertvector(whole, Floats);
+#endif
+  Floats p = splat(1.3390863e-3f);  // least error on [-1/2, 1/2]
+  p = p * r + 9.6760319e-3f;
+  p = p * r + 5.5503571e-2f;
+  p = p * r + 2.4022107e-1f;
+  p = p * r + 6.9314719e-1f;
+  p = p * r + 1.0f;
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  const __m512 scaled = _mm512_scalef_ps(reinterpret_cast<__m512&>(p), whole);
+  return reinterpret_cast<const Floats&>(scaled);
+#else
+  const Ints power = (whole + 127) << 23;
+  Floats scale;
+  std::memcpy(&scale, &power, sizeof scale);
+  return p * scale;
+#endif
+}
+
 inline float largest_of(Floats value) {
 #if defined(__AVX512F__) && defined(__AVX512BW__)
   return _mm512_reduce_max_ps(reinterpret_cast<__m512&>(value));
@@ -149,19 +179,19 @@ template <int DIM>
 void weigh(float* weights, float cap, RowBlock& rows, int r) {
   const int begin = rows.begin[r], end = rows.end[r];
   if (cap > 0.0f)
-    for (int i = 0; i < KEYS; i += LANES) store(weights + i, capped(load(weights + i), cap));
+    for (int i = 0; i < KEYS; i += LANES) store(weights + i, capped(load(weights + i), cap) * LOG2_E);
   for (int i = 0; i < begin; ++i) weights[i] = -INFINITY;
   for (int i = end; i < KEYS; ++i) weights[i] = -INFINITY;
   Floats most = load(weights);
   for (int i = LANES; i < KEYS; i += LANES) most = load(weights + i) > most ? load(weights + i) : most;
   const float before = rows.largest[r], largest = std::max(before, largest_of(most));
   if (largest > before) {
-    const float shrunk = before == -INFINITY ? 0.0f : exponential(splat(before - largest))[0];
+    const float shrunk = before == -INFINITY ? 0.0f : power_of_two(splat(before - largest))[0];
     store(rows.totals + r * LANES, load(rows.totals + r * LANES) * shrunk);
     for (int i = 0; i < DIM; i += LANES) store(rows.gathered + r * DIM + i, load(rows.gathered + r * DIM + i) * shrunk);
     rows.largest[r] = largest;
   }
-  for (int i = 0; i < KEYS; i += LANES) store(weights + i, exponential(load(weights + i) - largest));
+  for (int i = 0; i < KEYS; i += LANES) store(weights + i, power_of_two(load(weights + i) - largest));
   for (int i = 0; i < begin; ++i) weights[i] = 0.0f;
   for (int i = end; i < KEYS; ++i) weights[i] = 0.0f;
   Floats total = load(rows.totals + r * LANES);
@@ -231,9 +261,10 @@ void attend_task(const float* q, int64_t q_stride, const Chunk& p, int64_t kv_he
   std::memset(gathered, 0, padded * DIM * sizeof(float));
   std::fill_n(largest, padded, -INFINITY);
   std::memset(totals, 0, padded * LANES * sizeof(float));
+  const float scale = p.cap > 0.0f ? p.scale : p.scale * LOG2_E;
   for (int64_t row = 0; row < count; ++row) {
     const float* query = q + (from + row / share) * q_stride + (kv_head * share + row % share) * DIM;
-    for (int i = 0; i < DIM; i += LANES) store(queries + row * DIM + i, load(query + i) * p.scale);
+    for (int i = 0; i < DIM; i += LANES) store(queries + row * DIM + i, load(query + i) * scale);
   }
   const auto earliest = [&](int64_t token) { return std::max(p.first, before + token - p.window + 1); };
   const int64_t stop = before + to;
@@ -262,9 +293,17 @@ void attend_task(const float* q, int64_t q_stride, const Chunk& p, int64_t kv_he
   }
 }
 
+// How many tokens a task has: fewer where whole tasks would leave a thread idle.
+int64_t tokens_of_a_task(const Chunk& p, int threads) {
+  int64_t tokens = std::max<int64_t>(1, QUERY_ROWS * p.kv_heads / p.heads);
+  const auto tasks = [&] { return (p.m + tokens - 1) / tokens * p.kv_heads; };
+  while (tokens > 16 && tasks() < 8 * threads && tasks() % threads) tokens = (tokens + 1) / 2;
+  return tokens;
+}
+
 template <int DIM>
 void attend_tokens(const float* q, int64_t q_stride, const Chunk& p, float* out, int threads) {
-  const int64_t share = p.heads / p.kv_heads, tokens = std::max<int64_t>(1, QUERY_ROWS / share), parts = (p.m + tokens - 1) / tokens;
+  const int64_t share = p.heads / p.kv_heads, tokens = tokens_of_a_task(p, threads), parts = (p.m + tokens - 1) / tokens;
 #pragma omp parallel num_threads(threads)
   {
     Room<DIM> room(tokens * share + QUERIES);

@@ -25,7 +25,7 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
-inline Floats splat(float value) { return Floats{} + value; }
+inline Floats splat(float value) { return value - Floats{}; }  // minus zero costs nothing; plus zero is an addition
 inline Floats load(const float* from) { return *reinterpret_cast<const Floats*>(from); }
 inline void store(float* to, Floats value) { *reinterpret_cast<Floats*>(to) = value; }
 
