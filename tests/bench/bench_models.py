@@ -175,14 +175,12 @@ def kv_figures(model: CausalLM, text: Sequence[int], exact: TextScore) -> list[F
     for name in KV_FORMATS:
         scored = exact if name == "fp32" else score_text(model, text, codec=name)
         size = model.layout.num_layers * number_format(name).bytes_for(model.layout.elements)
-        rise, error = (100 * value for value in (scored.rise(exact).value, scored.rise(exact).standard_error))
-        note = f"+- {error:.2f}; perplexity {scored.perplexity:.3f}"
-        bound = KV_RISE_BOUNDS.get(name)
+        rise, bound = scored.rise(exact), KV_RISE_BOUNDS.get(name)
+        note = f"+- {100 * rise.standard_error:.2f}; perplexity {scored.perplexity:.3f}"
+        judged = ("", None) if bound is None else (f"<= {bound:g} +- 2 errors", rise.at_most(bound / 100))
         figures += [
             Figure(f"KV in {name}: bytes a token", size, "B"),
-            Figure(f"KV in {name}: perplexity rise", rise, "%", note=note)
-            if bound is None
-            else at_most(f"KV in {name}: perplexity rise", rise, bound, "%", note),
+            Figure(f"KV in {name}: perplexity rise", 100 * rise.value, "%", *judged, note),
             Figure(f"KV in {name}: top-1 agreement", 100 * scored.agreement(exact), "%"),
         ]
     return figures

@@ -38,6 +38,8 @@ def _end(process: subprocess.Popen[str]) -> None:
     except (OSError, subprocess.TimeoutExpired):
         process.kill()
         process.wait()
+    assert process.stdout is not None
+    process.stdout.close()
 
 
 class PeerProcess:
