@@ -16,6 +16,7 @@ import logging
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from conductor.core.events import RequestFailed, RequestFinished
@@ -49,6 +50,14 @@ class _Request:
             self.mailbox.put(self.stream.end(reason, message))
 
 
+@dataclass(slots=True)
+class _Life:
+    """One life of a worker. A Conductor that was started again gives it another epoch, but it is the same life."""
+
+    epoch: int
+    handle: Any
+
+
 class RayEngineClient:
     """An `EngineClient` over the Conductor's actor handle. `start` on the event loop that uses it; `close` at the end."""
 
@@ -58,7 +67,7 @@ class RayEngineClient:
         self._channel = channel or f"gateway-{uuid.uuid4().hex}"
         self._requests: dict[RequestId, _Request] = {}
         self._ended: deque[RequestFinished] = deque(maxlen=ENDED_REMEMBERED)
-        self._workers: dict[WorkerId, int] = {}  # current epoch
+        self._workers: dict[WorkerId, _Life] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -162,29 +171,32 @@ class RayEngineClient:
             self._take_rejection(notice)
 
     def _take_worker(self, notice: WorkerNotice) -> None:
+        known = self._workers.get(notice.worker_id)
         if notice.handle is None:
-            if self._workers.get(notice.worker_id) == notice.epoch:
+            if known is not None and known.epoch == notice.epoch:
                 del self._workers[notice.worker_id]
-        elif self._workers.get(notice.worker_id) != notice.epoch:
-            self._workers[notice.worker_id] = notice.epoch
-            self._spawn(self._consume(notice.worker_id, notice.epoch, notice.handle))
+        elif known is not None and known.handle == notice.handle:
+            known.epoch = notice.epoch
+        else:
+            life = self._workers[notice.worker_id] = _Life(notice.epoch, notice.handle)
+            self._spawn(self._consume(notice.worker_id, life))
 
     def _take_rejection(self, notice: RejectionNotice) -> None:
         request = self._requests.get(notice.rejection.request_id)
         if request is not None:
             request.end(FinishReason.FAILED, notice.rejection.message)
 
-    async def _consume(self, worker_id: WorkerId, epoch: int, handle: Any) -> None:
+    async def _consume(self, worker_id: WorkerId, life: _Life) -> None:
         """Read one worker's outputs for as long as this life of it is known."""
         while True:
             try:
-                async for pending in handle.outputs.remote(self._channel):
+                async for pending in life.handle.outputs.remote(self._channel):
                     for output in await pending:
                         self._deliver(output)
             except Exception as error:
                 logger.info("outputs of worker %s were interrupted: %s", worker_id, type(error).__name__)
             await asyncio.sleep(RECONNECT_DELAY_S)
-            if self._workers.get(worker_id) != epoch:
+            if self._workers.get(worker_id) is not life:
                 break
         await self._report_missing(worker_id)
 

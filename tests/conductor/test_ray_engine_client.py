@@ -252,6 +252,21 @@ async def test_an_interrupted_connection_to_a_living_worker_is_made_again(stage:
     assert [each.index for each in await stage.read()] == [0, 1]
 
 
+async def test_a_conductor_that_comes_back_interrupts_nothing(stage: Stage) -> None:
+    """It counts the lives of workers anew; they are still the same, and their outputs go on."""
+    await stage.client.submit(job())
+    stage.conductor.tell(WorkerNotice("p0", 7, stage.p0))
+    stage.conductor.tell(WorkerNotice("d0", 8, stage.d0))
+    await stage.settle()
+    stage.d0.outputs.put(LostWorkerError("the connection broke"))
+    await asyncio.sleep(0.3)
+    stage.p0.outputs.put(output(0, worker="p0"))
+    stage.d0.outputs.put(output(1, finish=FinishReason.LENGTH))
+    assert [each.index for each in await stage.read()] == [0, 1]
+    assert stage.p0.outputs.channels == ["gateway-1"]
+    assert stage.conductor.called("report_lost_output") == []
+
+
 async def test_notices_are_followed_again_after_the_conductor_was_away(stage: Stage) -> None:
     """A restarted Conductor names its workers again; known lives are not consumed twice."""
     stage.conductor.notices.put(ConnectionError())
