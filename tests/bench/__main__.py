@@ -12,7 +12,8 @@ from tests.bench import harness
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which to run: {', '.join(harness.names())} (default: all)")
+    known = f"which to run: {', '.join(harness.names())} (default: all but {', '.join(harness.LONG)})"
+    parser.add_argument("names", nargs="*", metavar="NAME", help=known)
     parser.add_argument("--json", metavar="FILE", help="also write the figures as JSON; '-' is standard output")
     options = parser.parse_args(arguments)
     unknown = sorted(set(options.names) - set(harness.names()))
@@ -20,7 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"no benchmark {', '.join(unknown)}; choose from: {', '.join(harness.names())}")
     console = Console(stderr=options.json == "-", width=140)
     reports = []
-    for name in options.names or harness.names():
+    for name in options.names or harness.usual():
         report = harness.run(name)
         harness.show(report, console)
         reports.append(report)

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).parent
+LONG = ("soak",)
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,11 @@ def at_least(name: str, value: float, limit: float, unit: str, note: str = "") -
 
 def names() -> list[str]:
     return sorted(path.stem.removeprefix("bench_") for path in HERE.glob("bench_*.py"))
+
+
+def usual() -> list[str]:
+    """What runs when nothing is named: all that take minutes at most."""
+    return [name for name in names() if name not in LONG]
 
 
 def run(name: str) -> Report:

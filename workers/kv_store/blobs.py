@@ -22,6 +22,7 @@ from workers.kv_transfer.base import KVArray
 
 TEMPORARY = ".tmp-"
 MAPPED_FROM_BYTES = 128  # a header alone is read
+STALE_S = 3600.0  # no writer needs so long for a file
 
 
 class Blobs(Protocol):
@@ -94,7 +95,18 @@ class MountedBlobs:
         self._files.unlink(self._root / name)
 
     def list(self, directory: str) -> list[str]:
-        return [name for name in self._files.list_dir(self._root / directory) if not name.startswith(TEMPORARY)]
+        """Also removes what a writer had begun when it died, once it is certain that nobody goes on with it."""
+        found = self._files.list_dir(self._root / directory)
+        for name in found:
+            if name.startswith(TEMPORARY):
+                self._remove_stale(self._root / directory / name)
+        return [name for name in found if not name.startswith(TEMPORARY)]
+
+    def _remove_stale(self, temporary: Path) -> None:
+        with suppress(OSError):  # the mount may be read-only, and another reader quicker
+            written_s = self._files.modified_s(temporary)
+            if written_s is not None and time.time() - written_s > STALE_S:
+                self._files.unlink(temporary)
 
 
 class MappedBlobs(MountedBlobs):

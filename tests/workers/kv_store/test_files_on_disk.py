@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from tests.workers.kv_store.conftest import MAKERS, RECORD_BYTES, MakeTier, make
 from tests.workers.kv_store.doubles import FORMAT, CrashedError, FaultyFiles, chain, damage, new_blocks
 from tests.workers.kv_store.test_tiers import read
 from workers.kv_store.base import KVStoreError
+from workers.kv_store.blobs import STALE_S, TEMPORARY
 from workers.kv_store.records import HEADER_BYTES
 
 
@@ -118,6 +121,20 @@ def test_a_deleted_directory_is_an_empty_tier(make_tier: MakeTier, tmp_path: Pat
         shutil.rmtree(path)
     assert read(tier, chain(0, 3)) == 0
     assert chain(0, 3)[0] in {name for change in tier.drain_changes() for name in change.blocks}
+
+
+def test_what_a_dead_writer_had_begun_is_removed_in_time(tmp_path: Path) -> None:
+    """A file that nobody finished goes an hour later with the next look at the store; one that is being written stays."""
+    tier = make_shared(tmp_path)
+    tier.put(new_blocks(chain(0, 3)))
+    (kept, *_) = tmp_path.rglob("*.kv")
+    stale, fresh = (kept.with_name(f"{TEMPORARY}{name}") for name in ("stale", "fresh"))
+    for path in (stale, fresh):
+        path.write_bytes(b"half of a block")
+    long_ago_s = time.time() - STALE_S - 60
+    os.utime(stale, (long_ago_s, long_ago_s))
+    assert len(make_shared(tmp_path).snapshot()) == 3
+    assert (stale.exists(), fresh.exists()) == (False, True)
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,28 @@
+"""The soak in small: what twenty minutes of it (`python -m tests.bench soak`) hold, a minute holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.bench.soak import WORKERS, soak
+
+pytestmark = [pytest.mark.live, pytest.mark.slow]
+SECONDS = 45.0
+
+
+async def test_conversations_survive_kills_on_tiers_that_are_too_small(tmp_path: Path) -> None:
+    """No wrong answer, no lost request, nothing held when it is quiet and nothing left behind, while everything evicts."""
+    outcome = await soak(tmp_path, SECONDS, seed=1)
+    lost = {how: count for how, count in outcome.ended.items() if how.startswith(("failed", "cancelled"))}
+    assert (outcome.wrong, lost, outcome.left) == ([], {}, [])
+    assert outcome.held.total() == 0, outcome.held
+    assert outcome.ended["finished"] > 0
+    assert outcome.ended["left"] > 0
+    assert outcome.reused_tokens > 0
+    assert outcome.segments == 1
+    assert outcome.killed.total() >= 1
+    assert len(outcome.evicted) == len(("host", "disk", "shared"))
+    assert min(outcome.evicted.values()) > 0
+    assert set(outcome.killed) <= {*WORKERS, "conductor"}
