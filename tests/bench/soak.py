@@ -44,6 +44,7 @@ CLASSES = ("chat", "agent")
 CLIENTS = 6
 REST_S = 1.0
 WHOLE_WITHIN_S = 120.0
+QUIET_WITHIN_S = 30.0
 WORKERS = {"prefill-0": Role.PREFILL, "prefill-1": Role.PREFILL, "decode-0": Role.DECODE, "decode-1": Role.DECODE}
 HELD = ("pinned_blocks", "offers", "queued", "running")
 
@@ -231,13 +232,25 @@ class Soak:
         for worker_id in WORKERS:
             stats = await self._quiet(worker_id)
             self.outcome.held.update({name: stats[name] for name in HELD})
+            self.outcome.held["false_claims"] += await self._false_claims(worker_id, stats["cached_idle_blocks"])
             self.outcome.held["lost_blocks"] += stats["num_blocks"] - stats["free_blocks"] - stats["cached_idle_blocks"]
             self.outcome.evicted.update({Tier(report["tier"]).name: report["evicted"] for report in stats["tiers"]})
+
+    async def _false_claims(self, worker_id: str, cached: int) -> int:
+        """How many blocks the index believes in a device pool beyond those that are there, once reports have had their time."""
+        claimed = cached + 1
+        with suppress(TimeoutError):
+            async with asyncio.timeout(QUIET_WITHIN_S):
+                while claimed > cached:
+                    status = await self._client.status()
+                    claimed = int(status.workers.get(worker_id, {}).get("indexed_blocks", claimed))
+                    await asyncio.sleep(0.1)
+        return max(0, claimed - cached)
 
     async def _quiet(self, worker_id: str) -> dict[str, Any]:
         stats: dict[str, Any] = {}
         with suppress(TimeoutError):
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(QUIET_WITHIN_S):
                 while not stats or any(stats[name] for name in HELD):
                     stats = await self._cluster.handle(worker_id).stats.remote()
                     await asyncio.sleep(0.1)
