@@ -129,6 +129,9 @@ class StoreSection(Section):
     agent_retention_days: float = Field(default=3.0, ge=0, description="target of x-conductor-class: agent")
     chat_retention_days: float = Field(default=7.0, ge=0, description="target of x-conductor-class: chat")
     other_retention_days: float = Field(default=7.0, ge=0, description="target of every other class")
+    codec: Literal["fp32", "bf16", "fp16", "fp8", "int8", "fp4", "mxfp4"] | None = Field(
+        default=None, description="number format of KV on disk and in shared_paths; null: as it is cached"
+    )
     queue_blocks: PositiveInt = Field(default=4096, description="blocks that may wait to be written to one tier")
     look_interval_s: PositiveFloat = Field(
         default=60.0, description="how often a worker looks whether others have changed what a tier holds"

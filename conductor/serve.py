@@ -31,7 +31,7 @@ from conductor.gateway.tls import TlsError, certificates
 from conductor.gateway.tracing import Tracing, TracingError, check_environment, tracing_from
 from conductor.ray_engine_client import RayEngineClient
 from models.errors import ModelError
-from models.folder import ModelCard, find_model, model_card, namespace_moved_as
+from models.folder import ModelCard, find_model, model_card, namespace_in_formats
 from models.tokenizer import load_tokenizer_folder
 
 __all__ = ["BindError", "ClusterError", "ModelError", "ServeError", "serve"]
@@ -62,7 +62,8 @@ def prepare_model(config: Config) -> Prepared:
     folder = find_model(config.model.name)
     tokenizer = load_tokenizer_folder(folder.path)
     card = model_card(folder, tokenizer, config.model.kv_dtype, config.model.weights)
-    namespace = namespace_moved_as(config.workers.transport_codec, card.namespace, config.model.kv_dtype)
+    formats = {"moved": config.workers.transport_codec, "stored": config.store.codec}
+    namespace = namespace_in_formats(card.namespace, config.model.kv_dtype, **formats)
     hash_prompt = prompt_hasher(namespace, config.scheduler.block_tokens)
     served = ServedModel((card.name,), card.max_context, tokenizer, hash_prompt)
     weights_bytes = sum(path.stat().st_size for path in folder.path.glob("*.safetensors"))

@@ -36,7 +36,7 @@ class ModelFolder:
 @dataclass(frozen=True, slots=True)
 class ModelCard:
     """What one may know of a model without loading it. `namespace` holds everything that its KV depends on, but for the way
-    it moves: see `namespace_moved_as`."""
+    it moves: see `namespace_in_formats`."""
 
     name: str
     revision: str
@@ -90,15 +90,18 @@ def model_card(folder: ModelFolder, tokenizer: TextTokenizer, kv_dtype: str, wei
     )
 
 
-def namespace_moved_as(codec: str | None, namespace: tuple[str, ...], kv_dtype: str) -> tuple[str, ...]:
-    """The namespace of KV that moves between workers in the number format `codec` (None: as it is cached).
+def namespace_in_formats(
+    namespace: tuple[str, ...], kv_dtype: str, *, moved: str | None, stored: str | None
+) -> tuple[str, ...]:
+    """The namespace of KV that moves between workers, and is kept below their caches, in these number formats (None: as it is
+    cached).
 
     What a lossy format brought is not what was computed, and nobody can tell which of a cache's blocks came so. So where KV
-    moves in one, all of it lies in a namespace of its own, which no exact block shares.
+    goes through one, all of it lies in a namespace of its own, which no exact block shares.
     """
-    if codec is None or keeps_bits(codec, number_format(KV_DTYPES[kv_dtype])):
-        return namespace
-    return (*namespace, f"moved-as-{number_format(codec).name}")
+    formats = ((how, number_format(codec)) for how, codec in (("moved", moved), ("stored", stored)) if codec is not None)
+    lossy = [f"{how}-as-{one.name}" for how, one in formats if not keeps_bits(one.name, number_format(KV_DTYPES[kv_dtype]))]
+    return (*namespace, *lossy)
 
 
 def _prepared(name: str, sha256: str, source: Path | None) -> ModelFolder:

@@ -20,12 +20,13 @@ from conductor.core.hashing import KVNamespace
 from conductor.core.messages import SamplingParams
 from conductor.core.types import BlockHash
 from models.base import CausalLM, KVLayout
-from models.folder import namespace_moved_as
+from models.folder import namespace_in_formats
 from models.graphed_decode import GraphedDecode
 from models.kv_codec import BlockCodec
 from models.llama import Llama
 from models.load import LoadedModel, load_model
 from models.native_kernels import kernels
+from workers.coded_tier import coded_tiers, packed_format
 from workers.coded_transport import CodedTransport, block_codec, coded_descriptor
 from workers.config import WorkerConfig
 from workers.cost_fit import FittedProfile
@@ -66,11 +67,12 @@ def build_parts(config: WorkerConfig) -> WorkerParts:
     loaded = load_worker_model(config)
     cache = make_cache(config, loaded.model.layout)
     engine = Engine(graphed(loaded.model, cache), cache)
-    namespace = namespace_moved_as(config.transport_codec, loaded.card.namespace, config.kv_dtype)
+    formats = {"moved": config.transport_codec, "stored": config.store.codec}
+    namespace = namespace_in_formats(loaded.card.namespace, config.kv_dtype, **formats)
     codec = block_codec(config.transport_codec, loaded.model.layout, config.block_tokens)
     profile = config.profile or throttled_profile(fitted_profile(config, loaded, engine.cache).profile, config.link)
-    block_format = BlockFormat(stored_namespace(config, namespace), engine.cache.kv)
-    tiers = open_tiers(in_cluster(config.store), block_format, node_of(config))
+    store_codec = block_codec(config.store.codec, loaded.model.layout, config.block_tokens)
+    tiers = make_tiers(config, BlockFormat(stored_namespace(config, namespace), engine.cache.kv), store_codec)
     moved = profile.kv_bytes_per_token if codec is None else moved_bytes(engine.cache.kv, codec)
     return WorkerParts(
         engine=engine,
@@ -103,6 +105,13 @@ def coded_transports(config: WorkerConfig, kv: KVDescriptor, codec: BlockCodec |
         return make_transports(config.transport, kv, config.link)
     plain = make_transports(config.transport, coded_descriptor(kv, codec), config.link)
     return {name: CodedTransport(transport, codec) for name, transport in plain.items()}
+
+
+def make_tiers(config: WorkerConfig, block_format: BlockFormat, codec: BlockCodec | None) -> OpenedTiers:
+    store, node = in_cluster(config.store), node_of(config)
+    if codec is None:
+        return open_tiers(store, block_format, node)
+    return coded_tiers(open_tiers(store, block_format, node, packed_format(block_format, codec)), block_format, codec)
 
 
 def moved_bytes(kv: KVDescriptor, codec: BlockCodec) -> int:

@@ -3,7 +3,7 @@
 Chosen by configuration for a whole cluster. Encoding and decoding happen here, on either side of any transport, which moves
 the packed bytes and knows nothing of it; its tickets describe the packed bytes, so two workers that disagree on the format
 refuse each other's offers. Blocks that came in a lossy format are cached and handed on as they are, in a KV namespace
-of their own (`models.folder.namespace_moved_as`), so that they never pass for exact ones.
+of their own (`models.folder.namespace_in_formats`), so that they never pass for exact ones.
 """
 
 from __future__ import annotations

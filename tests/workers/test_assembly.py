@@ -13,6 +13,7 @@ from conductor.config import Config
 from conductor.core.hashing import KVNamespace, hash_blocks
 from conductor.core.types import Role
 from conductor.serve import prepare_model
+from models.folder import namespace_in_formats
 from models.kv_layout import FORMATS
 from tests.models.builders import write_tiny_folder
 from tests.workers.actor_doubles import PROFILE
@@ -123,3 +124,11 @@ def test_what_moves_with_losses_never_has_an_exact_blocks_name(config: WorkerCon
     for name, ways in exact.items():
         assert {way for way, first in firsts.items() if first == name} == ways
     assert len(set(firsts.values())) == len(firsts) - 3
+
+
+def test_what_is_stored_with_losses_never_has_an_exact_blocks_name() -> None:
+    """Nor that of what moves in the same format."""
+    ways = [(None, None), ("int8", None), (None, "int8"), ("int8", "int8"), ("fp32", "fp32")]
+    names = [namespace_in_formats(("model",), "float32", moved=moved, stored=stored) for moved, stored in ways]
+    assert names[0] == names[4] == ("model",)
+    assert len(set(names)) == 4

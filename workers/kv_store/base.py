@@ -150,6 +150,10 @@ class KVTier(ABC):
     def close(self) -> None:
         """Let go of files and memory. Again changes nothing."""
 
+    def has_news(self) -> bool:
+        """Whether others have changed what is held since the last snapshot."""
+        return False
+
     def drain_changes(self) -> list[TierChange]:
         """What this process has stored, removed, or found missing since the last call, in order."""
         return self.changes.drain()

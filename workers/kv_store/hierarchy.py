@@ -15,7 +15,6 @@ from functools import partial
 
 from conductor.core.types import BlockHash, Tier, TierReport
 from workers.kv_store.base import KVTier, TierChange
-from workers.kv_store.blob_tier import BlobTier
 from workers.kv_store.opening import OpenedTiers
 from workers.kv_store.write_behind import Prefix, Source, WriteBehind
 from workers.kv_transfer.base import KVArray
@@ -65,7 +64,7 @@ class Hierarchy:
 
     def has_news(self) -> bool:
         """Whether others have changed what is held, so that a snapshot is due. Blocks."""
-        return any(tier.has_news() for tier in self.tiers.values() if isinstance(tier, BlobTier))
+        return any(tier.has_news() for tier in self.tiers.values())
 
     def reports(self) -> tuple[TierReport, ...]:
         """How each tier is doing, those that could not be opened included. Blocks."""

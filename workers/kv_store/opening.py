@@ -45,12 +45,15 @@ class OpenedTiers:
         return tuple(self.bytes_per_s.get(tier, 0.0) for tier in Tier) if self.tiers else ()
 
 
-def open_tiers(settings: StoreSettings, block_format: BlockFormat, node: str) -> OpenedTiers:
+def open_tiers(
+    settings: StoreSettings, block_format: BlockFormat, node: str, at_rest: BlockFormat | None = None
+) -> OpenedTiers:
+    """`at_rest`: what the bytes on disk and in the shared tier mean, where that differs."""
     files = Files() if settings.throttle_bytes_per_s is None else ThrottledFiles(settings.throttle_bytes_per_s)
     tiers: list[KVTier] = []
     speeds: dict[Tier, float] = {}
     failures: dict[Tier, str] = {}
-    for tier, (make, place, tier_files) in _wanted(settings, block_format, node, files).items():
+    for tier, (make, place, tier_files) in _wanted(settings, (block_format, at_rest or block_format), node, files).items():
         try:
             tiers.append(make())
             speeds[tier] = probe_bytes_per_s(place, tier_files)
@@ -61,9 +64,11 @@ def open_tiers(settings: StoreSettings, block_format: BlockFormat, node: str) ->
 
 
 def _wanted(
-    settings: StoreSettings, block_format: BlockFormat, node: str, files: Files
+    settings: StoreSettings, formats: tuple[BlockFormat, BlockFormat], node: str, files: Files
 ) -> dict[Tier, tuple[Callable[[], KVTier], str, Files]]:
-    """For each tier that is asked for: how to open it, and where and how its speed is measured."""
+    """For each tier that is asked for: how to open it, and where and how its speed is measured. `formats` are those in memory
+    and at rest."""
+    block_format, at_rest = formats
     memory, disk = host_directory(settings.deployment, node), settings.disk_directory
     wanted: dict[Tier, tuple[Callable[[], KVTier], str, Files]] = {}
     if settings.host_bytes:
@@ -75,10 +80,10 @@ def _wanted(
         )
     if disk is not None and settings.disk_bytes:
         limits = DiskLimits(settings.disk_bytes, retention=settings.retention)
-        wanted[Tier.DISK] = (lambda: DiskTier(disk, block_format, limits, files), str(disk), files)
+        wanted[Tier.DISK] = (lambda: DiskTier(disk, at_rest, limits, files), str(disk), files)
     if settings.shared_paths and settings.shared_bytes:
         wanted[Tier.SHARED] = (
-            lambda: SharedDirectoryTier(settings.shared_paths, block_format, settings.shared_bytes, settings.retention, files),
+            lambda: SharedDirectoryTier(settings.shared_paths, at_rest, settings.shared_bytes, settings.retention, files),
             settings.shared_paths[0],
             files,
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from models.kv_layout import FORMATS
 from workers.kv_store.retention import DAY_S, RetentionPolicy
 
 MIB = 2**20
@@ -17,6 +18,7 @@ class StoreSettings:
     """`deployment` names the workers that share a host's memory. `queue_blocks` bounds what waits to be written to one tier.
 
     `disk_bytes` bounds what this worker keeps on disk, `host_bytes` and `shared_bytes` the whole tier.
+    `codec` is the number format of blocks on disk and in the shared tier (None: as they are cached).
     Every `look_interval_s` a worker looks whether others have changed what a tier holds, and sends a snapshot if so.
     `throttle_bytes_per_s` slows every read and write of disk and shared tier down, for tests and demonstrations.
     """
@@ -29,6 +31,7 @@ class StoreSettings:
     shared_bytes: int = 0
     retention: RetentionPolicy = field(default_factory=RetentionPolicy)
     queue_blocks: int = 4096
+    codec: str | None = None
     throttle_bytes_per_s: float | None = None
     report_interval_s: float = 2.0
     look_interval_s: float = 60.0
@@ -41,6 +44,8 @@ class StoreSettings:
             raise ValueError(f"store.report_interval_s is {self.report_interval_s!r}; it must be above 0")
         if self.queue_blocks < 1:
             raise ValueError(f"store.queue_blocks is {self.queue_blocks!r}; it must be at least 1")
+        if self.codec is not None and self.codec not in FORMATS:
+            raise ValueError(f"store.codec is {self.codec!r}; allowed: {', '.join(FORMATS)}")
         if self.throttle_bytes_per_s is not None and not self.throttle_bytes_per_s > 0:
             raise ValueError(f"store.throttle_bytes_per_s is {self.throttle_bytes_per_s!r}; it must be above 0, or None")
 
@@ -58,6 +63,7 @@ def settings_from(section: Mapping[str, Any], deployment: str) -> StoreSettings:
         shared_bytes=section["shared_mib"] * MIB,
         retention=RetentionPolicy(section["high_watermark"], section["low_watermark"], days, days["other"]),
         queue_blocks=section["queue_blocks"],
+        codec=section["codec"],
         look_interval_s=section["look_interval_s"],
         throttle_bytes_per_s=None if throttle is None else throttle * MIB,
     )
