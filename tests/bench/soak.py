@@ -11,7 +11,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +46,7 @@ REST_S = 1.0
 WHOLE_WITHIN_S = 120.0
 QUIET_WITHIN_S = 30.0
 WORKERS = {"prefill-0": Role.PREFILL, "prefill-1": Role.PREFILL, "decode-0": Role.DECODE, "decode-1": Role.DECODE}
+EVERYBODY = (*WORKERS, "conductor")
 HELD = ("pinned_blocks", "offers", "queued", "running")
 
 
@@ -127,9 +128,12 @@ async def running(settings: StoreSettings, transport: str) -> AsyncIterator[tupl
 class Soak:
     """A load on a running cluster until a moment, and what came of it."""
 
-    def __init__(self, cluster: Cluster, client: RayEngineClient, seed: int, until_s: float) -> None:
+    def __init__(
+        self, cluster: Cluster, client: RayEngineClient, seed: int, until_s: float, victims: Sequence[str] = EVERYBODY
+    ) -> None:
         self.outcome = Outcome()
         self._cluster, self._client, self._seed, self._until_s = cluster, client, seed, until_s
+        self._victims = victims
         self._count = 0
 
     async def run(self) -> None:
@@ -200,10 +204,10 @@ class Soak:
     # --- kills --------------------------------------------------------------------------------------------------------
 
     async def _kill(self) -> None:
-        """SIGKILL for one after the other, whenever the cluster is whole; the Conductor is one of them."""
+        """SIGKILL for one after the other, whenever the cluster is whole."""
         dice = Random(self._seed)
         while not self._over:
-            for victim in dice.sample([*WORKERS, "conductor"], len(WORKERS) + 1):
+            for victim in dice.sample(self._victims, len(self._victims)):
                 await self._whole()
                 await asyncio.sleep(dice.uniform(0.5, 3 * REST_S))
                 if self._over:
@@ -232,20 +236,24 @@ class Soak:
         for worker_id in WORKERS:
             stats = await self._quiet(worker_id)
             self.outcome.held.update({name: stats[name] for name in HELD})
-            self.outcome.held["false_claims"] += await self._false_claims(worker_id, stats["cached_idle_blocks"])
+            self.outcome.held["false_claims"] += await self._false_claims(worker_id)
             self.outcome.held["lost_blocks"] += stats["num_blocks"] - stats["free_blocks"] - stats["cached_idle_blocks"]
             self.outcome.evicted.update({Tier(report["tier"]).name: report["evicted"] for report in stats["tiers"]})
 
-    async def _false_claims(self, worker_id: str, cached: int) -> int:
-        """How many blocks the index believes in a device pool beyond those that are there, once reports have had their time."""
-        claimed = cached + 1
+    async def _false_claims(self, worker_id: str) -> int:
+        """How many blocks the index believes in a device pool beyond those that are there, once reports have had their time.
+        Both change meanwhile, for hot prefixes go on being copied."""
+        beyond = 1
         with suppress(TimeoutError):
             async with asyncio.timeout(QUIET_WITHIN_S):
-                while claimed > cached:
+                while beyond > 0:
                     status = await self._client.status()
-                    claimed = int(status.workers.get(worker_id, {}).get("indexed_blocks", claimed))
+                    stats = await self._cluster.handle(worker_id).stats.remote()
+                    claimed = status.workers.get(worker_id, {}).get("indexed_blocks")
+                    if claimed is not None:
+                        beyond = int(claimed) - stats["cached_idle_blocks"]
                     await asyncio.sleep(0.1)
-        return max(0, claimed - cached)
+        return max(0, beyond)
 
     async def _quiet(self, worker_id: str) -> dict[str, Any]:
         stats: dict[str, Any] = {}
@@ -262,10 +270,10 @@ def segments(deployment: str) -> list[str]:
     return sorted(str(path) for path in MEMORY_ROOT.glob(f"kv-conductor-*/{deployment}*"))
 
 
-async def soak(root: Path, seconds: float, seed: int, transport: str = "auto") -> Outcome:
+async def soak(root: Path, seconds: float, seed: int, transport: str = "auto", victims: Sequence[str] = EVERYBODY) -> Outcome:
     settings = store(root)
     async with running(settings, transport) as (cluster, client):
-        load_on = Soak(cluster, client, seed, time.monotonic() + seconds)
+        load_on = Soak(cluster, client, seed, time.monotonic() + seconds, victims)
         await load_on.run()
         load_on.outcome.segments = len(segments(settings.deployment))
     load_on.outcome.left = segments(settings.deployment) + unfinished(root)
