@@ -132,13 +132,9 @@ class ConductorRuntime:
         return await self._await_decision(job, ev.RequestArrived(job.request))
 
     async def resume(self, job: GenerationJob) -> Decision:
-        """The decision on the continuation of an interrupted request.
-
-        One that is not known here (this process was started again, or the request had ended before its output was complete)
-        is a request like any other.
-        """
-        known = job.request.id in self._in_flight
-        return await self._await_decision(job, ev.RequestResumed(job.request) if known else ev.RequestArrived(job.request))
+        """The decision on the continuation of an interrupted request, which need not be known here: this process may have been
+        started again, or the request may have ended before its output was complete."""
+        return await self._await_decision(job, ev.RequestResumed(job.request))
 
     async def cancel(self, request_id: RequestId) -> None:
         """Stop a request everywhere. Unknown and finished requests are ignored."""

@@ -31,7 +31,7 @@ from conductor.core.policies import policy_named
 from conductor.core.policies.conductor import least_work_s
 from conductor.core.prefix_index import PrefixIndex
 from conductor.core.requests import Outcome, Phase, RequestState, RequestTable
-from conductor.core.types import FinishReason, Rejection, RejectReason, RequestId, Tier, WorkerId
+from conductor.core.types import FinishReason, Rejection, RejectReason, Request, RequestId, Tier, WorkerId
 
 FREEING = frozenset(
     (ev.PrefillFinished, ev.HandoverFinished, ev.RequestFailed, ev.RequestCancelled, ev.WorkerJoined, ev.WorkerLost)
@@ -151,17 +151,20 @@ class Scheduler:
     # requests
 
     def _handle_request_arrived(self, event: ev.RequestArrived, now: float) -> list[Command]:
-        request = event.request
-        if self._requests.get(request.id) is not None:
+        if self._requests.get(event.request.id) is not None:
             return []
+        state = self._take_up(event.request, now)
+        return self._enqueue(state, now) if self._late_binding else self._decide(state, now)
+
+    def _take_up(self, request: Request, now: float) -> RequestState:
         state = RequestState(request, arrived_s=now, phase_since_s=now)
         self._requests.add(state)
-        return self._enqueue(state, now) if self._late_binding else self._decide(state, now)
+        return state
 
     def _handle_request_resumed(self, event: ev.RequestResumed, now: float) -> list[Command]:
         state = self._requests.get(event.request.id)
-        if state is None:  # word came meanwhile that the attempt had finished, but not all of its output came through
-            return self._handle_request_arrived(ev.RequestArrived(event.request), now)
+        if state is None:  # a Conductor before this one knew it, or it seemed finished but not all of its output came through
+            return self._continue(self._take_up(event.request, now), now)
         if state.phase is not Phase.INTERRUPTED or event.request.attempt != state.request.attempt + 1:
             return []
         self._continuations.forget(event.request.id)

@@ -74,10 +74,10 @@ async def test_an_interrupted_request_is_resumed_by_its_front_end(stage: Stage) 
     task.cancel()
 
 
-async def test_a_continuation_of_an_unknown_request_is_an_arrival(stage: Stage) -> None:
+async def test_a_continuation_of_an_unknown_request_is_taken(stage: Stage) -> None:
     """A Conductor that was started again takes what its predecessor had placed."""
     assert await stage.runtime.resume(job(attempt=2)) == placement(attempt=2)
-    assert [event.request.attempt for event in stage.scheduler.seen(ev.RequestArrived)] == [2]
+    assert [event.request.attempt for event in stage.scheduler.seen(ev.RequestResumed)] == [2]
 
 
 async def test_lost_output_of_a_known_request_fails_its_attempt(stage: Stage) -> None:

@@ -39,6 +39,15 @@ def test_a_continuation_waits_for_a_worker_and_takes_the_first() -> None:
     assert (placed.request_id, placed.attempt) == ("r1", 2)
 
 
+def test_a_continuation_that_a_former_conductor_asked_for_waits_for_the_workers() -> None:
+    """They join the new one a moment later."""
+    driven = drive(AT_ONCE, ())
+    assert driven(continuation()) == []
+    driven(WorkerJoined(worker("d0", Role.DECODE), 1))
+    (placed,) = placements(driven(WorkerJoined(worker("p0", Role.PREFILL), 1)))
+    assert (placed.request_id, placed.attempt) == ("r1", 2)
+
+
 def test_a_continuation_that_nobody_takes_is_given_up() -> None:
     """The wait for a worker is bounded."""
     driven = interrupted()
