@@ -45,8 +45,10 @@ serve: model ## Set up, start a local cluster, and serve the default model on PO
 	@exec $(BIN)/conductor serve --host $(HOST) --port $(PORT)
 
 test: $(DEVELOP) model ## Set up and run the whole test suite
-	@echo "==> Running the tests"
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@echo "==> Running the tests that need no cluster, two at a time"
+	@$(BIN)/python -m pytest -n 2 -m "not live" $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	@echo "==> Running the tests on live clusters"
+	@$(BIN)/python -m pytest -m live $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 coverage: $(DEVELOP) ## Run the tests of the decision core, which must take every branch of it
 	@echo "==> Running the tests of conductor/core with branch coverage"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from workers.kv_transfer.select import make_transport
 
 LONG_LEASE_S = 3600.0
 TASKS = Path("/proc/self/task")
+ROOT = Path(__file__).parents[2]
 
 
 def busy_s(seconds: float, but: set[str]) -> float:
@@ -66,6 +69,23 @@ def test_an_idle_library_costs_nothing_and_a_closed_one_is_gone(make: MakePair) 
     with pytest.raises(TransportUnavailable, match="closed"):
         source.offer(kv(), LEASE_S)
     assert source.offered == 0
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("nixl", marks=installed("nixl_cu12")), pytest.param("mooncake", marks=installed("mooncake"))]
+)
+def test_a_process_ends_as_it_wants_to(name: str) -> None:
+    """No library turns its exit code into a crash, nor loses what it has written."""
+    script = f"""
+import atexit
+from tests.workers.test_kv_transfer import KV
+from workers.kv_transfer.select import make_transport
+transport = make_transport({name!r}, KV)
+atexit.register(print, "cleaned up")
+raise SystemExit(7)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (7, "cleaned up")
 
 
 @pytest.mark.parametrize("name", ["nixl_rdma", "mooncake_rdma"])

@@ -7,6 +7,7 @@ peers; it sleeps until UCX wakes it, for as long as an agent that nobody talks t
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
 import logging
@@ -14,6 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, TypeAlias
 
 from workers.kv_transfer.base import (
@@ -153,7 +155,17 @@ def start_agent(agent_id: str) -> Any:
     if "UCX" not in agent.get_plugin_list():
         raise TransportUnavailable(f"transport 'nixl' needs the UCX back end; there are {sorted(agent.get_plugin_list())}")
     agent.create_backend("UCX")
+    _end_without_finalisers()
     return agent
+
+
+@cache
+def _end_without_finalisers() -> None:
+    """Have this process, when it ends, leave with its own status before shared libraries are finalised: the library's copy of
+    libnl then crashes, in any process that has had an agent. Python has cleaned up by that time."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "on_exit"):
+        libc.on_exit(libc._exit, None)
 
 
 def _agent_config(bindings: Any) -> Any:
