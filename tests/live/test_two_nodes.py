@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,14 +98,19 @@ async def node_of(handle: Any) -> str:
     return str(await handle.__ray_call__.remote(where))
 
 
-async def idle_with(deployment: Deployment, workers: int = len(FOUR)) -> bool:
+async def idle(deployment: Deployment, lost: int = 0) -> bool:
+    """Nothing is in flight, and so many workers have been lost so far."""
     status = await deployment.client.status()
-    return status.ready and status.counters.get("in_flight") == 0 and len(status.workers) == workers
+    return status.ready and status.counters["in_flight"] == 0 and status.counters["workers_lost"] >= lost
 
 
-async def eventually_idle_with(deployment: Deployment, workers: int = len(FOUR)) -> None:
+async def complete(deployment: Deployment) -> bool:
+    return await idle(deployment) and len((await deployment.client.status()).workers) == len(FOUR)
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
     async with asyncio.timeout(90):
-        while not await idle_with(deployment, workers):
+        while not await condition():
             await asyncio.sleep(0.2)
 
 
@@ -129,13 +134,13 @@ async def test_a_lost_node_is_not_noticed_by_the_readers(deployment: Deployment,
     assert [tokens_of(outputs) for outputs in results] == [expected_tokens(first, 60) for first in firsts]
     assert len(lost) == 1
     await lost[0]
-    await eventually_idle_with(deployment, 2)
+    await eventually(lambda: idle(deployment, lost=2))  # some may be back already, on the node that is left
 
 
 async def test_a_node_that_joins_gets_the_lost_workers(deployment: Deployment, nodes: Nodes) -> None:
     """Nothing was restarted by hand."""
     nodes.add()  # Ray takes signal handlers, in the main thread only
-    await eventually_idle_with(deployment)
+    await eventually(lambda: complete(deployment))
     assert tokens_of(await deployment.generate(deployment.job(3, 5))) == expected_tokens(3, 5)
 
 
@@ -167,7 +172,7 @@ async def test_others_attach_to_the_conductor_and_leave_without_a_trace(deployme
     for task in second._tasks:
         task.cancel()
     ray.kill(second.handle("decode-9"))
-    await eventually_idle_with(deployment)
+    await eventually(lambda: complete(deployment))
 
 
 async def test_a_new_version_serves_beside_the_old_one_until_that_is_drained(deployment: Deployment, nodes: Nodes) -> None:
@@ -185,5 +190,5 @@ async def test_a_new_version_serves_beside_the_old_one_until_that_is_drained(dep
         task.cancel()
     for handle in (newer.handle("prefill-0"), newer.handle("decode-0"), newer.conductor):
         ray.kill(handle)
-    assert await idle_with(deployment)
+    assert await complete(deployment)
     assert tokens_of(await deployment.generate(deployment.job(4, 5))) == expected_tokens(4, 5)
