@@ -3,7 +3,8 @@
 Prefill follows the form that the scheduler evaluates (`conductor.core.cost_profile`): one base for each step, the new tokens,
 and n^2 - p^2. Samples are weighted by 1/time^2, so that a short prompt counts as much as a long one. Every sample is also
 predicted by a fit that has not seen it (k folds); the quantiles of actual over predicted, mean absolute error and bias come
-from those predictions alone. Pure: knows nothing of models, clocks or files.
+from those predictions alone. Pure: knows nothing of models, clocks or files. scikit-learn comes in with the first fit: a worker
+whose profile is remembered starts without it, a second sooner.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.linear_model import LinearRegression
-from sklearn.model_selection import KFold
 
 from conductor.core.cost_profile import CostProfile, ResidualQuantiles
 
@@ -139,6 +138,8 @@ class _Design:
 
     def coefficients(self) -> tuple[float, ...]:
         """Non-negative, least squares of the relative error. Columns are scaled to one magnitude for the solver's sake."""
+        from sklearn.linear_model import LinearRegression
+
         scale = self.features.max(axis=0)
         model = LinearRegression(fit_intercept=False, positive=True)
         model.fit(self.features / scale, self.seconds, sample_weight=self.seconds**-2)
@@ -146,6 +147,8 @@ class _Design:
 
     def unseen_predictions(self) -> NDArray[np.float64]:
         """Each sample's time as predicted by a fit on the other folds."""
+        from sklearn.model_selection import KFold
+
         predicted = np.empty_like(self.seconds)
         folds = KFold(min(_FOLDS, len(self.seconds)), shuffle=True, random_state=0)
         for seen, unseen in folds.split(self.features):
