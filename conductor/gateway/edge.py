@@ -7,7 +7,6 @@ Plain ASGI, since buffering middleware would hide disconnects and slow down ever
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Callable, Mapping
 from time import monotonic
@@ -15,6 +14,7 @@ from time import monotonic
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from conductor.gateway.errors import ApiError, invalid
+from conductor.gateway.ids import unique_hex
 from conductor.gateway.logs import FIELDS, current_request
 from conductor.gateway.responses import send_error
 from conductor.gateway.service import Service
@@ -103,7 +103,7 @@ class Exchange:
                 scope[TRACE] = value
         self.well_formed = self.given_id is None or REQUEST_ID_PATTERN.fullmatch(self.given_id) is not None
         usable = self.given_id is not None and self.well_formed
-        self.request_id = self.given_id if usable and self.given_id else os.urandom(16).hex().encode()
+        self.request_id = self.given_id if usable and self.given_id else unique_hex().encode()
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -7,7 +7,6 @@ that a request placed again after a lost worker goes on as it began.
 
 from __future__ import annotations
 
-import os
 import random
 import struct
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from conductor.core.types import Request, cache_domain
 from conductor.gateway.errors import ApiError, invalid
 from conductor.gateway.fields import Prompt
 from conductor.gateway.hints import Hints
+from conductor.gateway.ids import unique_hex
 from conductor.gateway.schemas import SEED_LIMIT, GenerationBody, Message
 from conductor.gateway.served_model import ServedModel
 from conductor.gateway.settings import GatewaySettings
@@ -81,7 +81,7 @@ def chat_prompt(messages: Sequence[Message], served: ServedModel) -> str:
 
 
 def new_id(prefix: str) -> str:
-    return f"{prefix}-{os.urandom(16).hex()}"
+    return f"{prefix}-{unique_hex()}"
 
 
 class Planner:

@@ -14,7 +14,9 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from conductor.gateway.body import WHOLE_BODY
 from conductor.gateway.errors import ApiError
+from conductor.gateway.gathering import GatheringTransport
 from conductor.gateway.settings import GatewaySettings
 
 HEADER_OVERHEAD_BYTES = 4  # colon, space and line end
@@ -42,7 +44,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if len(self.connections) >= self.settings.max_connections:
             transport.abort()
             return
-        super().connection_made(transport)
+        super().connection_made(GatheringTransport(transport, self.loop))
         self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -69,6 +71,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refusal = self._head_too_large()
             raise self._refusal  # the parser stops, and uvicorn asks for the answer to a request that cannot be read
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self.scope[WHOLE_BODY] = True  # type: ignore[literal-required]
+        super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(self._refusal or ApiError(400, "this is not HTTP/1.1", "invalid_http"))

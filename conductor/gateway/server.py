@@ -30,6 +30,7 @@ from conductor.gateway.tls import Certificates, certificates
 
 logger = logging.getLogger(__name__)
 BACKLOG = 2048
+COLLECT_AFTER_OBJECTS = 20_000
 
 
 class BindError(Exception):
@@ -175,9 +176,10 @@ def make_server(app: FastAPI, *, admin: socket.socket | None = None, own_signals
 
 def spare_the_collector() -> None:
     """For a process that is about to serve and does nothing else: what is there by now stays, and looking through it again and
-    again would pause every stream."""
+    again would pause every stream. Requests leave few cycles, so what comes later need not be looked through often either."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(COLLECT_AFTER_OBJECTS)
 
 
 def run(app: FastAPI) -> None:
