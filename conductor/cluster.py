@@ -96,8 +96,7 @@ def _exit_process(error: Exception) -> None:
 
 def plan_workers(config: Config) -> list[WorkerPlan]:
     """The workers that the configuration asks for: `prefill-0`, `prefill-1`, ..., `decode-0`, ... Raises `ClusterError`."""
-    from workers.decode import DecodeWorker
-    from workers.prefill import PrefillWorker
+    from workers.remote import DecodeWorker, PrefillWorker
 
     section, store = config.workers, _store_settings(config)
     prefill = [_plan(config, store, Role.PREFILL, number, PrefillWorker) for number in range(section.prefill)]

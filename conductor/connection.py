@@ -1,6 +1,6 @@
 """Starting or joining Ray, finding the Conductor on it, and reading its errors.
 
-What is set before `ray.init` decides for every process that Ray starts: authentication, thread counts, zero-copy tensors. So it
+What is set before `ray.init` decides for every process that Ray starts: authentication and thread counts. So it
 is set in one place, here. Which actors there are is `cluster.py`'s business.
 """
 
@@ -26,7 +26,7 @@ class ClusterError(RuntimeError):
 
 def actor_environment(threads: int) -> dict[str, str]:
     """What every actor process finds in its environment."""
-    return {"OMP_NUM_THREADS": str(threads), "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
+    return {"OMP_NUM_THREADS": str(threads)}
 
 
 def connect(section: ClusterSection, num_cpus: int, environment: Mapping[str, str]) -> None:

@@ -186,12 +186,12 @@ class _Signals:
 async def _serve(config: Config, prepared: Prepared, listeners: Listeners, progress: Progress) -> None:
     signals = _Signals()
     async with AsyncExitStack() as stack:
-        plans = asyncio.get_running_loop().run_in_executor(None, plan_workers, config)  # imports torch while Ray starts
+        plans = plan_workers(config)
         cluster = Cluster(config, progress)
         stack.push_async_callback(cluster.stop)
         cluster.connect()
         signals.install()
-        await cluster.start(await plans)
+        await cluster.start(plans)
         client = RayEngineClient(cluster.conductor, prepared.hash_prompt)
         stack.push_async_callback(client.close)
         await client.start()
