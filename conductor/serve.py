@@ -31,7 +31,7 @@ from conductor.gateway.tls import TlsError, certificates
 from conductor.gateway.tracing import Tracing, TracingError, check_environment, tracing_from
 from conductor.ray_engine_client import RayEngineClient
 from models.errors import ModelError
-from models.folder import ModelCard, find_model, model_card, namespace_in_formats
+from models.folder import ModelCard, check_weights, find_model, model_card, namespace_in_formats
 from models.tokenizer import load_tokenizer_folder
 
 __all__ = ["BindError", "ClusterError", "ModelError", "ServeError", "serve"]
@@ -60,6 +60,7 @@ class Prepared:
 def prepare_model(config: Config) -> Prepared:
     """Find and verify the model, pulling the default one if need be. Raises `ModelError`."""
     folder = find_model(config.model.name)
+    check_weights(folder)
     tokenizer = load_tokenizer_folder(folder.path)
     card = model_card(folder, tokenizer, config.model.kv_dtype, config.model.weights)
     formats = {"moved": config.workers.transport_codec, "stored": config.store.codec}

@@ -11,6 +11,8 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from models.cache import cache_root, ensure_folder, read_json, sha256_of, write_json
 from models.errors import ModelFileError
 from models.families import DecoderConfig, config_of_folder
@@ -56,6 +58,16 @@ def find_model(name_or_path: str) -> ModelFolder:
     if path.is_dir():
         return ModelFolder(path.resolve().name, path, _folder_revision(path), _folder_config(path), fused=False)
     raise ModelFileError(f"model {name_or_path!r} is unknown; allowed: {DEFAULT_MODEL}, a .gguf file, a Hugging Face folder")
+
+
+def check_weights(folder: ModelFolder) -> None:
+    """Whether the files of weights are whole, by what their heads say of them. Raises `ModelFileError`."""
+    for weights in sorted(folder.path.glob("*.safetensors")):
+        try:
+            with safe_open(weights, framework="np"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ModelFileError(f"{weights} is damaged: {error}") from error
 
 
 def load_tokenizer(name_or_path: str) -> TextTokenizer:

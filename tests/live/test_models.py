@@ -18,7 +18,6 @@ from models.folder import find_model, load_card
 from models.kv_layout import number_format
 from tests.bench.served import Served, serve
 from tests.models.builders import write_tiny_folder
-from tests.models.test_deepseek import SMALL
 
 pytestmark = [pytest.mark.live, pytest.mark.slow]
 
@@ -34,17 +33,12 @@ def converted(folder: Path) -> Path:
     return folder / "converted"
 
 
-def deepseek(folder: Path) -> Path:
-    write_tiny_folder(folder, "deepseek_v2", **{**SMALL, "max_position_embeddings": 512, "topk_method": "greedy"})
-    return folder
-
-
 def windowed(folder: Path) -> Path:
     write_tiny_folder(folder, "mistral", sliding_window=WINDOW, max_position_embeddings=512)
     return folder
 
 
-KINDS: dict[str, Callable[[Path], Path]] = {"converted": converted, "deepseek_v2": deepseek, "sliding window": windowed}
+KINDS: dict[str, Callable[[Path], Path]] = {"latent": converted, "sliding window": windowed}
 
 
 @pytest.fixture(params=KINDS, scope="module")

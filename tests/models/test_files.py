@@ -22,7 +22,7 @@ from models.cache import MANIFEST, cache_root, damage, ensure_folder
 from models.config import ModelConfig, RopeScaling, config_from_gguf, config_from_hf, config_to_hf
 from models.errors import ModelFileError, ModelPullError
 from models.export_hf import export_model
-from models.folder import find_model
+from models.folder import check_weights, find_model
 from models.load import load_model
 from models.pull import DEFAULT_MODEL
 from tests.models.builders import new_cache, run, write_tiny_folder
@@ -173,6 +173,15 @@ def test_damaged_folders_give_one_clear_error(tmp_path: Path) -> None:
     config.unlink()
     with pytest.raises(ModelFileError, match=r"config\.json is missing"):
         load_model(str(folder))
+
+
+def test_weights_that_are_cut_short_are_known_without_loading_them(tmp_path: Path, own_cache: Path) -> None:
+    write_tiny_folder(tmp_path, "llama")
+    check_weights(find_model(str(tmp_path)))
+    weights = next(tmp_path.glob("*.safetensors"))
+    os.truncate(weights, weights.stat().st_size - 1)
+    with pytest.raises(ModelFileError, match=rf"{weights.name} is damaged: "):
+        check_weights(find_model(str(tmp_path)))
 
 
 def test_other_weights_are_another_revision(tmp_path: Path, own_cache: Path) -> None:
