@@ -18,6 +18,7 @@ from models.base import KVLayout
 from models.kv_codec import BlockCodec
 from workers.kv_transfer.base import KVDescriptor, KVTicket, KVTransport
 from workers.kv_transfer.blocks import KVArray, KVBlocks
+from workers.kv_transfer.wrapping import WrappingTransport
 
 
 def coded_descriptor(kv: KVDescriptor, codec: BlockCodec) -> KVDescriptor:
@@ -33,24 +34,16 @@ def block_codec(name: str | None, layout: KVLayout, block_tokens: int) -> BlockC
     return None if codec.layer_block_bytes == codec.plain_layer_block_bytes and codec.keeps_bits else codec
 
 
-class CodedTransport(KVTransport):
+class CodedTransport(WrappingTransport):
     """`inner` must have been made for `coded_descriptor`."""
 
     def __init__(self, inner: KVTransport, codec: BlockCodec) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._codec = codec
-
-    @property
-    def name(self) -> str:
-        return self._inner.name
 
     @property
     def protocol(self) -> str:
         return f"{self._inner.protocol}, {self._codec.name}"
-
-    @property
-    def offered(self) -> int:
-        return self._inner.offered
 
     def register(self, rows: Sequence[KVArray]) -> None:
         """The cache's own memory is never moved from or to, only what is packed from it."""
@@ -65,12 +58,3 @@ class CodedTransport(KVTransport):
         self._inner.fetch(ticket, packed, timeout_s, first)
         for layer, array in enumerate(packed.rows):
             into.fill(layer, self._codec.decode(torch.from_numpy(array)).numpy())
-
-    def release(self, ticket_id: str) -> None:
-        self._inner.release(ticket_id)
-
-    def expire(self) -> tuple[str, ...]:
-        return self._inner.expire()
-
-    def close(self) -> None:
-        self._inner.close()

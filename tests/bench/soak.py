@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
-from uuid import uuid4
 
 from ray.exceptions import RayError
 
@@ -27,15 +26,13 @@ from conductor.core.messages import GenerationJob, SamplingParams
 from conductor.core.types import FinishReason, Rejection, Request, Role, Tier
 from conductor.ray_engine_client import RayEngineClient
 from tests.live.chain_workers import ChainDecode, ChainPrefill, hash_prompt
-from tests.workers.doubles import BLOCK_TOKENS, expected_output, packed
+from tests.workers.doubles import BLOCK_TOKENS, expected_output, packed, scarce_tiers
 from workers.config import WorkerConfig
 from workers.kv_store.blobs import TEMPORARY, MountedBlobs
 from workers.kv_store.files import Files
-from workers.kv_store.records import HEADER_BYTES
 from workers.kv_store.settings import StoreSettings
 from workers.kv_store.shared_memory import MEMORY_ROOT
 
-RECORD_BYTES = HEADER_BYTES + BLOCK_TOKENS * 32
 DEVICE_BLOCKS = 96
 LONGEST_TOKENS = 120
 LEAVING_SHARE = 0.15
@@ -67,16 +64,7 @@ class Outcome:
 
 def store(root: Path) -> StoreSettings:
     """Room for a few conversations in each tier, the more the slower it is."""
-    return StoreSettings(
-        deployment=f"soak-{uuid4().hex}",
-        host_bytes=60 * RECORD_BYTES,
-        disk_directory=root / "disk",
-        disk_bytes=80 * RECORD_BYTES,
-        shared_paths=(str(root / "shared"),),
-        shared_bytes=100 * RECORD_BYTES,
-        report_interval_s=0.2,
-        look_interval_s=1.0,
-    )
+    return scarce_tiers("soak", root, 60, 80, 100, report_interval_s=0.2, look_interval_s=1.0)
 
 
 def plans(settings: StoreSettings, transport: str) -> list[WorkerPlan]:

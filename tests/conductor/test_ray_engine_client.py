@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 from unittest.mock import Mock
 
@@ -17,6 +16,8 @@ from conductor.engine_client import ClusterStatus
 from conductor.notices import Notice, RejectionNotice, ResumeNotice, WorkerNotice
 from conductor.ray_engine_client import RayEngineClient
 from tests.conductor.doubles import LostWorkerError, job, placement, rejection
+
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 async def value(of: Any) -> Any:
@@ -97,15 +98,6 @@ class Stage:
 
     async def read(self, request_id: str = "r1") -> list[TokenOutput]:
         return [output async for output in self.client.outputs(request_id)]
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    logger = logging.getLogger("conductor")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
-    yield
-    logger.setLevel(before)
 
 
 @pytest.fixture

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -13,6 +16,8 @@ from conductor.core.messages import SamplingParams
 from models.base import CausalLM, ForwardBatch, KVLayout, PagedKVCache
 from workers.device_cache import DeviceCache, Fill
 from workers.engine import Engine
+from workers.kv_store.records import HEADER_BYTES
+from workers.kv_store.settings import StoreSettings
 from workers.kv_transfer.blocks import KVArray, KVBlocks
 from workers.sequence import KVSequence, Prompt
 
@@ -127,3 +132,17 @@ def filled_from(arrays: Sequence[KVArray]) -> Fill:
             into.fill(layer, array[skip : skip + len(into.ids)])
 
     return fill
+
+
+def scarce_tiers(name: str, root: Path, host: int, disk: int, shared: int, **changes: Any) -> StoreSettings:
+    """All three tiers below the device, with room for so many of a chain model's blocks each."""
+    record_bytes = HEADER_BYTES + BLOCK_TOKENS * 32
+    return StoreSettings(
+        deployment=f"{name}-{uuid4().hex}",
+        host_bytes=host * record_bytes,
+        disk_directory=root / "disk",
+        disk_bytes=disk * record_bytes,
+        shared_paths=(str(root / "shared"),),
+        shared_bytes=shared * record_bytes,
+        **changes,
+    )

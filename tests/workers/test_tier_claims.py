@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pytest
 
@@ -18,12 +17,8 @@ from conductor.core.events import Event, WorkerJoined
 from conductor.core.scheduler import Scheduler
 from conductor.core.types import SHARED_STORE, BlockHash, Holder, Tier
 from tests.workers.actor_doubles import Cluster, RecordingConductor, make_job, place, until
-from tests.workers.doubles import BLOCK_TOKENS, expected_output
+from tests.workers.doubles import BLOCK_TOKENS, expected_output, scarce_tiers
 from workers.assembly import node_of
-from workers.kv_store.records import HEADER_BYTES
-from workers.kv_store.settings import StoreSettings
-
-RECORD_BYTES = HEADER_BYTES + BLOCK_TOKENS * 32
 
 
 class BelievingConductor(RecordingConductor):
@@ -61,16 +56,7 @@ async def cluster() -> AsyncIterator[Cluster]:
 async def test_the_index_comes_to_claim_what_is_held(cluster: Cluster, tmp_path: Path, seed: int) -> None:
     """Two workers of one host share tiers too small for their prompts: every answer is right, and when it is quiet the index
     claims no block that is gone, and none of host memory and shared directory is missing."""
-    store = StoreSettings(
-        deployment=f"test-{uuid4().hex}",
-        host_bytes=16 * RECORD_BYTES,
-        disk_directory=tmp_path / "disk",
-        disk_bytes=24 * RECORD_BYTES,
-        shared_paths=(str(tmp_path / "shared"),),
-        shared_bytes=30 * RECORD_BYTES,
-        report_interval_s=0.05,
-        look_interval_s=0.1,
-    )
+    store = scarce_tiers("test", tmp_path, 16, 24, 30, report_interval_s=0.05, look_interval_s=0.1)
     workers = [await cluster.add(name, store=store, num_blocks=24) for name in ("p0", "p1")]
     await cluster.add("d0", num_blocks=64)
     dice, known = random.Random(seed), set()

@@ -20,6 +20,7 @@ from tests.workers.actor_doubles import (
 )
 from tests.workers.doubles import ChainModel, expected_output
 from tests.workers.worker_stage import OTHER, PROMPT, GatedModel, pair, run
+from workers.decode import DecodeWorker
 
 
 async def test_cancel_in_the_middle_of_prefill(cluster: Cluster) -> None:
@@ -130,8 +131,8 @@ async def test_a_prefill_worker_that_dies_leaves_nothing_on_the_decode_side(clus
     await worker.cancel("r1", 1)
 
 
-async def test_an_unfinished_hand_over_ends_with_its_lease(cluster: Cluster) -> None:
-    """Early parts of a prompt whose prefill worker went silent do not hold blocks for ever."""
+async def outlast_its_lease(cluster: Cluster) -> tuple[GatedModel, DecodeWorker]:
+    """A hand-over whose first parts have come, and been let go of, while its prompt `r1` still computes."""
     model = GatedModel()
     await cluster.add("p0", model=model)
     decode = await cluster.add("d0", lease_s=0.3)
@@ -142,6 +143,12 @@ async def test_an_unfinished_hand_over_ends_with_its_lease(cluster: Cluster) -> 
     model.gate.release()
     await until(lambda: decode.cache.pinned > 0)
     await until(lambda: decode.cache.pinned == 0)
+    return model, decode
+
+
+async def test_an_unfinished_hand_over_ends_with_its_lease(cluster: Cluster) -> None:
+    """Early parts of a prompt whose prefill worker went silent do not hold blocks for ever."""
+    model, decode = await outlast_its_lease(cluster)
     assert (await decode.stats())["queued"] == 0
     await cluster.workers["p0"].cancel("r1", 1)
     model.let_through()
@@ -149,16 +156,7 @@ async def test_an_unfinished_hand_over_ends_with_its_lease(cluster: Cluster) -> 
 
 async def test_a_hand_over_that_was_given_up_is_not_lost_silently(cluster: Cluster) -> None:
     """When the decode side has let go of a prompt that took too long, the prefill side learns it and reports the failure."""
-    model = GatedModel()
-    await cluster.add("p0", model=model)
-    decode = await cluster.add("d0", lease_s=0.3)
-    model.closed = True
-    job = make_job("r1", PROMPT)
-    await cluster.submit(job, place(job, "p0", "d0"))
-    await model.until_entered()
-    model.gate.release()
-    await until(lambda: decode.cache.pinned > 0)
-    await until(lambda: decode.cache.pinned == 0)
+    model, _ = await outlast_its_lease(cluster)
     model.let_through()
     await until(lambda: bool(cluster.conductor.of(RequestFailed)))
     assert cluster.conductor.of(RequestFailed)[0].worker_id == "d0"

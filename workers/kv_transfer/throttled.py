@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from workers.kv_transfer.base import KVTicket, KVTransport, TransferTimeout
-from workers.kv_transfer.blocks import KVArray, KVBlocks
+from workers.kv_transfer.blocks import KVBlocks
+from workers.kv_transfer.wrapping import WrappingTransport
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,29 +76,15 @@ class SharedLink:
         self._counted_s = now_s
 
 
-class ThrottledTransport(KVTransport):
+class ThrottledTransport(WrappingTransport):
     def __init__(self, inner: KVTransport, limit: LinkLimit) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._limit = limit
         self._link = None if limit.link_gbps is None else SharedLink(limit.link_gbps * 1e9 / 8)
 
     @property
-    def name(self) -> str:
-        return self._inner.name
-
-    @property
     def protocol(self) -> str:
         return f"{self._inner.protocol} ({self._limit})"
-
-    @property
-    def offered(self) -> int:
-        return self._inner.offered
-
-    def register(self, rows: Sequence[KVArray]) -> None:
-        self._inner.register(rows)
-
-    def offer(self, blocks: KVBlocks, lease_s: float) -> KVTicket:
-        return self._inner.offer(blocks, lease_s)
 
     def fetch(self, ticket: KVTicket, into: KVBlocks, timeout_s: float, first: int = 0) -> None:
         """Takes what the limited link takes; the bytes themselves move when it has let them through."""
@@ -110,12 +96,3 @@ class ThrottledTransport(KVTransport):
         if self._link is not None and not self._link.carry(into.nbytes, deadline_s):
             raise TransferTimeout(f"offer {ticket.id} takes more than {timeout_s:g} s over a link that others use too")
         self._inner.fetch(ticket, into, max(0.0, deadline_s - time.monotonic()), first)
-
-    def release(self, ticket_id: str) -> None:
-        self._inner.release(ticket_id)
-
-    def expire(self) -> tuple[str, ...]:
-        return self._inner.expire()
-
-    def close(self) -> None:
-        self._inner.close()
