@@ -35,6 +35,7 @@ class Script:
     hold_submit: bool = False
     delay_s: float = 0.0
     reused_tokens: int = 0
+    expected_tokens: int | None = None  # to be reused, as the placement has it; None where it was right
     rejection: RejectReason | None = None
     retry_after_s: float = 2.5
     raises: Exception | None = None
@@ -73,7 +74,8 @@ class ScriptedEngine:
             await asyncio.Event().wait()
         if self.script.rejection is not None:
             return self._rejection(job, self.script.rejection)
-        reuse = ReusePlan(local_tokens=self.script.reused_tokens)
+        script = self.script
+        reuse = ReusePlan(local_tokens=script.reused_tokens if script.expected_tokens is None else script.expected_tokens)
         return Placement(job.request.id, 1, "p0", "d0", reuse, ESTIMATE, tbt_s=0.05)
 
     def _rejection(self, job: GenerationJob, reason: RejectReason) -> Rejection:

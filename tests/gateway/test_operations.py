@@ -73,6 +73,19 @@ def test_metrics_count_requests_tokens_and_times(start_gateway: StartGateway) ->
     assert found["conductor_requests_waiting", ()] == 0
 
 
+def test_metrics_tell_how_well_the_index_knows_a_cache(start_gateway: StartGateway) -> None:
+    """Of 12 tokens that were expected 7 were there, and 3 of those that were there had not been expected: precision is 7 in
+    12, recall 7 in 10."""
+    live = start_gateway()
+    for expected, found in ((8, 3), (4, 4), (0, 3)):
+        live.engine.script = Script(expected_tokens=expected, reused_tokens=found)
+        assert live.complete("a prompt of many tokens").status_code == 200
+    worker = (("worker", "p0"),)
+    seen = samples(live)
+    kinds = ("predicted", "actual", "confirmed")
+    assert [seen[f"conductor_index_{kind}_tokens_total", worker] for kind in kinds] == [12, 10, 7]
+
+
 def test_metrics_count_rejections_by_reason(start_gateway: StartGateway) -> None:
     live = start_gateway()
     live.engine.script = Script(rejection=RejectReason.TBT_SLO)
