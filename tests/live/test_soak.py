@@ -1,4 +1,4 @@
-"""The soak in small: workers are killed; the long form (`python -m tests.bench soak`) kills the Conductor as well."""
+"""The soak in small, for as long as `--soak-seconds` says; the long form is `python -m tests.bench soak`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.soak import WORKERS, soak
+from tests.bench.soak import soak
 
 pytestmark = [pytest.mark.live, pytest.mark.slow]
-SECONDS = 45.0
 
 
-async def test_conversations_survive_kills_on_tiers_that_are_too_small(tmp_path: Path) -> None:
+async def test_conversations_survive_kills_on_tiers_that_are_too_small(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """No wrong answer, no lost request, nothing held when it is quiet and nothing left behind, while everything evicts."""
-    outcome = await soak(tmp_path, SECONDS, seed=1, victims=tuple(WORKERS))
+    outcome = await soak(tmp_path, request.config.getoption("--soak-seconds"), seed=1)
     lost = {how: count for how, count in outcome.ended.items() if how.startswith(("failed", "cancelled"))}
     assert (outcome.wrong, lost, outcome.left) == ([], {}, [])
     assert outcome.held.total() == 0, outcome.held
