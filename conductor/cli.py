@@ -134,6 +134,9 @@ def serve(
     model: Annotated[str | None, typer.Option(help="Model name, .gguf file or Hugging Face folder.")] = None,
     prefill: Annotated[int | None, typer.Option(help="Prefill workers.")] = None,
     decode: Annotated[int | None, typer.Option(help="Decode workers.")] = None,
+    prefill_stages: Annotated[
+        str | None, typer.Option(help="Actors that share each prefill worker's layers as a pipeline; 2,1 for two workers.")
+    ] = None,
     policy: Annotated[str | None, typer.Option(help="Placement policy.")] = None,
     address: Annotated[str | None, typer.Option(help="Ray cluster to join instead of starting one.")] = None,
     attach: Annotated[
@@ -144,7 +147,7 @@ def serve(
     """Start a cluster and serve a model over the OpenAI API."""
     flags = {"gateway.host": host, "gateway.port": port, "model.name": model, "workers.prefill": prefill}
     flags |= {"workers.decode": decode, "scheduler.policy": policy, "cluster.address": address}
-    flags |= {"cluster.attach": attach or None}
+    flags |= {"cluster.attach": attach or None, "workers.prefill_stages": prefill_stages}
     flags |= {"flight_log.directory": None if flight_log is None else str(flight_log)}
     progress = progress_since(monotonic())
     loaded = load_config(config, flags)

@@ -14,7 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,8 @@ from conductor.core.config import SchedulerConfig, require_fit
 from conductor.core.scheduler import Scheduler
 from conductor.core.types import BlockHash, Role, WorkerId, WorkerSpec
 from conductor.flight_log import RunDirectory, flight_log_runs
-from conductor.node_demands import demand_of, node_demand
+from conductor.node_demands import node_demand
+from conductor.placing import Placing, WorkerPlan
 from conductor.policies_loader import load_policy
 from conductor.runtime import ConductorRuntime, Ports
 
@@ -43,25 +44,11 @@ if TYPE_CHECKING:  # actors import this module, and need no configuration files,
 logger = logging.getLogger(__name__)
 
 CONDUCTOR_CONCURRENCY = 20_000  # submissions that wait for a decision each hold one call
-WORKER_CONCURRENCY = 4_000
 MAX_RESTART_DELAY_S = 30.0
 LEAVE_POLL_S = 0.2
 CLOSE_TIMEOUT_S = 6.0
 
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerPlan:
-    """One worker to keep running: the class of its actor and what that is made from. `direct_transport`: it moves tensors
-    through Ray itself."""
-
-    id: WorkerId
-    role: Role
-    threads: int
-    actor_class: type
-    config: Any
-    direct_transport: bool = False
 
 
 class ConductorActor(ConductorRuntime):
@@ -140,10 +127,12 @@ def _plan(config: Config, store: StoreSettings, role: Role, number: int, actor_c
             transport_codec=section.transport_codec,
             profile_budget_s=section.profile_budget_s,
             store=store,
+            stages=section.stages[number] if role is Role.PREFILL else 1,
         )
     except ValueError as error:
         raise ClusterError(f"workers: {error}") from None
-    return WorkerPlan(worker_id, role, section.threads, actor_class, worker_config, "rdt_" in section.transport)
+    direct = "rdt_" in section.transport
+    return WorkerPlan(worker_id, role, section.threads, actor_class, worker_config, direct, worker_config.stages)
 
 
 def stored_blocks(directory: Path, *, payloads: bool) -> Iterator[Any]:
@@ -156,11 +145,17 @@ def stored_blocks(directory: Path, *, payloads: bool) -> Iterator[Any]:
 def profile_worker(config: Config, *, fresh: bool) -> dict[str, Any]:
     """The fitted cost profile of a prefill worker of this configuration, measured in this process. Raises `ClusterError`,
     `ModelError` or `ValueError`."""
-    connect(config.cluster, config.workers.threads, actor_environment(config.workers.threads))
+    section = config.workers
+    connect(config.cluster, max((1, *section.stages)) * section.threads, actor_environment(section.threads))
     from workers.assembly import profile_worker  # imports Ray, which then no longer looks at the environment
 
     (plan, *_) = plan_workers(config)
-    return asdict(profile_worker(plan.config, fresh=fresh))
+    return asdict(profile_worker(_with_stages(plan, Placing(config, [plan], {})), fresh=fresh))
+
+
+def _with_stages(plan: WorkerPlan, placing: Placing) -> Any:
+    """What the worker's actor is made from, the terms of its later stages included."""
+    return replace(plan.config, stage_options=placing.stage_options(plan)) if plan.stages > 1 else plan.config
 
 
 class Cluster:
@@ -174,7 +169,7 @@ class Cluster:
         self._handles: dict[WorkerId, Any] = {}
         self._specs: dict[WorkerId, WorkerSpec] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self._group: Any | None = None
+        self._placing = Placing(config, (), {})
         self._connected = False
 
     def handle(self, worker_id: WorkerId) -> Any:
@@ -201,7 +196,7 @@ class Cluster:
         attach = self.config.cluster.attach
         self._progress(f"{'joining' if attach else 'starting'} the Conductor and starting {len(self._plans)} workers")
         self._conductor = find_conductor(self.config.cluster) if attach else self._create_conductor()
-        self._group = self._create_group()
+        self._placing = Placing(self.config, self._plans, self._life())
         self._handles = {plan.id: self._create_worker(plan) for plan in self._plans}
         await self._in_time(asyncio.gather(*(self._join(plan) for plan in self._plans)))
         self._tasks = [asyncio.create_task(self._supervise_conductor())]
@@ -243,7 +238,7 @@ class Cluster:
 
     def _cpus(self) -> int:
         workers = self.config.workers
-        return self.config.cluster.num_cpus or max(1, (workers.prefill + workers.decode) * workers.threads)
+        return self.config.cluster.num_cpus or max(1, workers.actors * workers.threads)
 
     def _create_conductor(self) -> Any:
         import ray
@@ -257,36 +252,12 @@ class Cluster:
         except ValueError as error:
             raise ClusterError(f"an actor named {CONDUCTOR_NAME!r} is running in this Ray namespace already: {error}") from None
 
-    def _create_group(self) -> Any | None:
-        """The placement group of all workers, a bundle each; None where each is placed by itself."""
-        section = self.config.workers
-        if section.layout == "each" or not self._plans:
-            return None
-        from ray.util.placement_group import placement_group
-
-        demands = [demand_of(plan.role, section) for plan in self._plans]
-        bundles = [demand.bundle(plan.threads) for demand, plan in zip(demands, self._plans, strict=True)]
-        labels = [demand.labels for demand in demands]
-        return placement_group(bundles, section.layout.upper(), bundle_label_selector=labels, **self._life())
-
     def _create_worker(self, plan: WorkerPlan) -> Any:
         import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        demand = demand_of(plan.role, self.config.workers)
-        options = self._life() | {"num_cpus": plan.threads, "max_concurrency": WORKER_CONCURRENCY, "max_restarts": 0}
-        if self._group is None:
-            options |= demand.options()
-            if not demand.labels:  # Ray takes labels or a strategy
-                options |= {"scheduling_strategy": "SPREAD"}
-        else:
-            strategy = PlacementGroupSchedulingStrategy(self._group, self._plans.index(plan))
-            options |= {"resources": demand.resources, "scheduling_strategy": strategy}
-        if self.config.cluster.address is not None:  # a local Ray has inherited it, which spares a slow set-up
-            options |= {"runtime_env": {"env_vars": actor_environment(plan.threads)}}
         direct = ray.remote(enable_tensor_transport=True)  # type: ignore[call-overload]  # its annotations lack it
         actor = direct(plan.actor_class) if plan.direct_transport else ray.remote(plan.actor_class)
-        return actor.options(**options).remote(plan.config)
+        return actor.options(**self._life(), **self._placing.options(plan)).remote(_with_stages(plan, self._placing))
 
     def _life(self) -> dict[str, Any]:
         return {"lifetime": "detached"} if self.config.cluster.detached else {}

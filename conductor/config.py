@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from conductor.core.config import SchedulerConfig
 from conductor.core.types import SLO
@@ -81,9 +81,20 @@ class ModelSection(Section):
     weights: Literal["full", "int8"] = Field(default="full", description="weights as they are, or int8 for float32 on a CPU")
 
 
+def _several(value: Any) -> Any:
+    """A number, or several that commas separate, as a list."""
+    if isinstance(value, str):
+        return value.split(",")
+    return (value,) if isinstance(value, int) else value
+
+
 class WorkersSection(Section):
     prefill: int = Field(default=2, ge=0, le=1024, description="prefill workers")
     decode: int = Field(default=1, ge=0, le=1024, description="decode workers")
+    prefill_stages: Annotated[tuple[PositiveInt, ...], BeforeValidator(_several)] = Field(
+        default=(1,),
+        description="actors that share a prefill worker's layers as a pipeline: one number for all workers, or a list",
+    )
     id_prefix: str = Field(
         default="",
         pattern=r"^[A-Za-z0-9_.-]{0,64}$",
@@ -114,6 +125,22 @@ class WorkersSection(Section):
         default=None, gt=0, description="slow every worker's link down to this; null leaves it alone"
     )
     link_latency_ms: float = Field(default=0.0, ge=0, description="delay added to every transfer")
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Of each prefill worker."""
+        return self.prefill_stages * self.prefill if len(self.prefill_stages) == 1 else self.prefill_stages
+
+    @property
+    def actors(self) -> int:
+        return sum(self.stages) + self.decode
+
+    @model_validator(mode="after")
+    def _has_stages_for_each(self) -> Self:
+        if len(self.stages) != self.prefill:
+            found = f"prefill_stages is {list(self.prefill_stages)} and prefill is {self.prefill}"
+            raise ValueError(f"{found}; allowed: one number for all prefill workers, or a list with one for each")
+        return self
 
 
 class StoreSection(Section):
@@ -269,6 +296,12 @@ def _unknown_key(key: str, value: Any, source: str, valid_keys: list[str]) -> st
     return f"unknown configuration key {key} ({source}); {hint}"
 
 
+def _with_parents(key: str) -> Iterator[str]:
+    while key:
+        yield key
+        key = key.rpartition(".")[0]
+
+
 def _explain(error: ValidationError, sources: Mapping[str, str]) -> str:
     lines = []
     for detail in error.errors(include_url=False, include_context=False):
@@ -276,6 +309,6 @@ def _explain(error: ValidationError, sources: Mapping[str, str]) -> str:
         if detail["type"] == "value_error":  # a section that checks itself; its message names field, value and what is allowed
             lines.append(f"{key}: {detail['msg'].removeprefix('Value error, ')}")
         else:
-            source = sources.get(key, "default")
+            source = next((sources[part] for part in _with_parents(key) if part in sources), "default")
             lines.append(f"{key} = {detail['input']!r} ({source}) is not allowed: {detail['msg']}")
     return "\n".join(lines)

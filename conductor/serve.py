@@ -32,6 +32,7 @@ from conductor.gateway.tracing import Tracing, TracingError, check_environment, 
 from conductor.ray_engine_client import RayEngineClient
 from models.errors import ModelError
 from models.folder import ModelCard, check_weights, find_model, model_card, namespace_in_formats
+from models.stages import Share
 from models.tokenizer import load_tokenizer_folder
 
 __all__ = ["BindError", "ClusterError", "ModelError", "ServeError", "serve"]
@@ -61,6 +62,8 @@ def prepare_model(config: Config) -> Prepared:
     """Find and verify the model, pulling the default one if need be. Raises `ModelError`."""
     folder = find_model(config.model.name)
     check_weights(folder)
+    for stages in config.workers.stages:
+        Share(of=stages).check(folder.config)
     tokenizer = load_tokenizer_folder(folder.path)
     card = model_card(folder, tokenizer, config.model.kv_dtype, config.model.weights)
     formats = {"moved": config.workers.transport_codec, "stored": config.store.codec}
@@ -89,7 +92,7 @@ def memory_needed_bytes(config: Config, prepared: Prepared) -> int:
     workers = config.workers
     blocks = workers.prefill * workers.prefill_blocks + workers.decode * workers.decode_blocks
     kv_bytes = blocks * config.scheduler.block_tokens * prepared.card.kv_bytes_per_token
-    processes_bytes = (workers.prefill + workers.decode) * BASE_PROCESS_BYTES + RAY_BYTES
+    processes_bytes = workers.actors * BASE_PROCESS_BYTES + RAY_BYTES
     return kv_bytes + prepared.weights_bytes + processes_bytes + config.cluster.object_store_mib * 2**20
 
 

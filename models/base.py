@@ -24,7 +24,8 @@ class ForwardBatch:
 
     token_ids: int64 [total_new_tokens]; query_lens and context_lens: one entry a sequence (new tokens; tokens already cached);
     block_tables: one list of cache block ids a sequence, long enough for context + new tokens. `all_logits` asks for logits
-    of every new token, not of each sequence's last alone. `replay`: the new tokens' state is in the cache but for their
+    of every new token, not of each sequence's last alone; without `logits` none are wanted, and a model may return none.
+    `replay`: the new tokens' state is in the cache but for their
     window layers'; only that is written, computed as if no window state existed before them (bounded replay).
     """
 
@@ -33,6 +34,7 @@ class ForwardBatch:
     context_lens: Sequence[int]
     block_tables: Sequence[Sequence[int]]
     all_logits: bool = False
+    logits: bool = True
     replay: bool = False
 
 
@@ -72,34 +74,44 @@ class KVLayout:
 class PagedKVCache:
     """KV of `num_blocks` blocks of `block_tokens` tokens: one tensor a layer, [num_blocks, block_tokens, *token_shape].
 
-    Block ids are handed out by the worker's block pool; the cache only stores bytes.
+    Block ids are handed out by the worker's block pool; the cache only stores bytes. `held` are the layers of the layout that
+    lie here, by default all.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int, block_tokens: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        block_tokens: int,
+        device: torch.device | str = "cpu",
+        held: range | None = None,
+    ) -> None:
         self.layout = layout
+        self.held = range(layout.num_layers) if held is None else held
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         shape = (num_blocks, block_tokens, *layout.token_shape)
         # Zeros: attention multiplies unwritten slots by a weight of zero, and zero times NaN would not vanish.
-        self.layers = [torch.zeros(shape, dtype=layout.dtype, device=device) for _ in range(layout.num_layers)]
+        self.layers = [torch.zeros(shape, dtype=layout.dtype, device=device) for _ in self.held]
 
     def gather(self, block_ids: Sequence[int], layers: range | None = None) -> Tensor:
         """A contiguous copy [layers, blocks, block_tokens, *token_shape] of the given blocks."""
         index = torch.as_tensor(block_ids, dtype=torch.long, device=self.layers[0].device)
-        chosen = range(self.layout.num_layers) if layers is None else layers
-        return torch.stack([self.layers[layer].index_select(0, index) for layer in chosen])
+        chosen = self.held if layers is None else layers
+        return torch.stack([self.layers[layer - self.held.start].index_select(0, index) for layer in chosen])
 
     def scatter(self, block_ids: Sequence[int], data: Tensor, layers: range | None = None) -> None:
         """Write what `gather` returned into the given blocks."""
         index = torch.as_tensor(block_ids, dtype=torch.long, device=self.layers[0].device)
-        chosen = range(self.layout.num_layers) if layers is None else layers
-        for row, layer in enumerate(chosen):
-            self.layers[layer].index_copy_(0, index, data[row].to(self.layers[layer]))
+        for row, layer in enumerate(self.held if layers is None else layers):
+            kept = self.layers[layer - self.held.start]
+            kept.index_copy_(0, index, data[row].to(kept))
 
 
 class CausalLM(ABC):
-    """A decoder-only language model over paged KV."""
+    """A decoder-only language model over paged KV. `stages`: how many batches it computes at once, one after the other."""
 
+    stages: int = 1
     vocab_size: int
     max_context: int
     layout: KVLayout
@@ -111,6 +123,10 @@ class CausalLM(ABC):
         Writes the KV of all new tokens into `cache`. `on_layer(i)` is called when layer i's KV is complete for this batch, so
         that it can be sent while the next layer computes; the layer's own attention reads it afterwards.
         """
+
+    def settle(self) -> None:
+        """Wait until everything that `forward` has begun is done, `on_layer` included."""
+        return
 
     def check_context(self, batch: ForwardBatch) -> None:
         lengths = zip(batch.context_lens, batch.query_lens, strict=False)  # a disagreement is refused later

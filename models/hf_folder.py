@@ -6,7 +6,7 @@ error instead of a wrong answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,13 @@ class _Shards:
         return tensor
 
 
-def load_weights(folder: ModelFolder, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Fused tensors on `device`; on the CPU and in the file's own dtype they stay mapped to the file."""
+def load_weights(
+    folder: ModelFolder, device: torch.device, dtype: torch.dtype, wanted: Callable[[str], bool] = lambda name: True
+) -> dict[str, Tensor]:
+    """The `wanted` fused tensors on `device`; on the CPU and in the file's own dtype they stay mapped to the file."""
     weights = dict(_fused_file(folder.path / FUSED_WEIGHTS) if folder.fused else _from_shards(folder, dtype))
     _check_shapes(folder.path, folder.config, weights)
-    return {name: tensor.to(device=device, dtype=dtype) for name, tensor in weights.items()}
+    return {name: tensor.to(device=device, dtype=dtype) for name, tensor in weights.items() if wanted(name)}
 
 
 def _fused_file(path: Path) -> Iterator[tuple[str, Tensor]]:

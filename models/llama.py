@@ -46,7 +46,11 @@ class _Layer:
 
 
 class Llama(CausalLM):
-    """A decoder of the Llama family. `weights` holds the fused tensors, all on one device and of one dtype."""
+    """A decoder of the Llama family. `weights` holds the fused tensors, all on one device and of one dtype.
+
+    With some of the `layers` alone it is one stage of a pipeline, which takes and gives hidden states (`forward_stage`); then
+    it asks for the weights of these layers only, and computes over a cache that holds these.
+    """
 
     def __init__(
         self,
@@ -54,23 +58,30 @@ class Llama(CausalLM):
         weights: Mapping[str, Tensor],
         kv_dtype: torch.dtype = torch.float32,
         weight_format: str = "full",
+        layers: range | None = None,
     ) -> None:
         self.config = config
+        self.layers = range(config.num_layers) if layers is None else layers
         self.vocab_size = config.vocab_size
         self.max_context = config.max_context
         token_shape = (2, config.num_kv_heads, config.head_dim)
         self._windows = [config.window(i) for i in range(config.num_layers)]
         name, version = config.layout_name, config.layout_version
         self.layout = KVLayout(name, version, config.num_layers, token_shape, kv_dtype, tuple(self._windows))
-        self._embed = weights[EMBED]
-        self._norm = weights[FINAL_NORM]
         project = Projections(weights, weight_format)
-        self._head = project(EMBED if config.tied_embeddings else HEAD)
-        self._layers = [_layer(weights, project, i) for i in range(config.num_layers)]
+        self._layers = [_layer(weights, project, i) for i in self.layers]
+        self._like = self._layers[0].attention_norm  # device and dtype of everything that is computed
+        self._embed = weights.get(EMBED)
+        self._norm = weights.get(FINAL_NORM)
+        self._head = project(EMBED if config.tied_embeddings else HEAD) if self._last else None
         ropes = {window: self._rope(window) for window in set(self._windows)}
-        self._tables = {window: rotary_tables(rope, self._embed.device, self._embed.dtype) for window, rope in ropes.items()}
+        self._tables = {window: rotary_tables(rope, self._like.device, self._like.dtype) for window, rope in ropes.items()}
         gemma = config.gemma
         self._softmax = PLAIN_SOFTMAX if gemma is None else Softmax(gemma.softmax_scale, gemma.attention_cap)
+
+    @property
+    def _last(self) -> bool:
+        return self.layers.stop == self.config.num_layers
 
     def _rope(self, window: int | None) -> Rope:
         return self.config.rope if window is None or self.config.gemma is None else self.config.gemma.window_rope
@@ -79,37 +90,64 @@ class Llama(CausalLM):
     def forward(self, batch: ForwardBatch, cache: PagedKVCache, *, on_layer: Callable[[int], None] | None = None) -> Tensor:
         return self.compute(batch, self.plan(batch, cache), cache, on_layer)
 
+    @torch.inference_mode()
+    def forward_stage(
+        self,
+        batch: ForwardBatch,
+        hidden: Tensor | None,
+        cache: PagedKVCache,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> Tensor:
+        """The hidden states after these layers from those before them, None before the first; logits after the last."""
+        arriving = self._embedded(batch.token_ids) if hidden is None else hidden.to(self._like.device)
+        return self._through(batch, self.plan(batch, cache), arriving, cache, on_layer)
+
     def plan(self, batch: ForwardBatch, cache: PagedKVCache, padded_blocks: int | None = None) -> Plans:
         """How to compute a batch, for each width of window. See `plan_batch`."""
         self.check_context(batch)
-        return {window: plan_batch(batch, cache, self._embed.dtype, window, padded_blocks) for window in self._tables}
+        return {window: plan_batch(batch, cache, self._like.dtype, window, padded_blocks) for window in self._tables}
 
     def compute(
         self, batch: ForwardBatch, plans: Plans, cache: PagedKVCache, on_layer: Callable[[int], None] | None = None
     ) -> Tensor:
         """What `forward` returns. Touches the host for nothing that depends on tokens or places, if all of a batch decodes."""
+        return self._through(batch, plans, self._embedded(batch.token_ids), cache, on_layer)
+
+    def _through(
+        self,
+        batch: ForwardBatch,
+        plans: Plans,
+        hidden: Tensor,
+        cache: PagedKVCache,
+        on_layer: Callable[[int], None] | None,
+    ) -> Tensor:
         angles = {
             window: (cos[plans[window].positions], sin[plans[window].positions]) for window, (cos, sin) in self._tables.items()
         }
-        hidden = self._embedded(batch.token_ids)
-        for index, (layer, kv) in enumerate(zip(self._layers, cache.layers, strict=True)):
+        for index, layer, kv in zip(self.layers, self._layers, cache.layers, strict=True):
             window = self._windows[index]
             plan = plans[window]
             store = not batch.replay or window is not None
             queries = self._project(layer, hidden, angles[window], kv, plan.slots if store else None)
             if on_layer is not None:
                 on_layer(index)
-            if index == len(self._layers) - 1 and not batch.all_logits and len(plan.last_rows) < len(hidden):
-                hidden, queries = hidden[plan.last_rows], queries[plan.last_rows]
-                plan = last_token_plan(batch, plan, cache, self._embed.dtype, window)
+            if index == self.config.num_layers - 1:
+                if not batch.logits:
+                    return hidden.new_empty(0, self.vocab_size)
+                if not batch.all_logits and len(plan.last_rows) < len(hidden):
+                    hidden, queries = hidden[plan.last_rows], queries[plan.last_rows]
+                    plan = last_token_plan(batch, plan, cache, self._like.dtype, window)
             hidden = self._finish_layer(layer, hidden, queries, kv, plan)
-        return self._logits(hidden)
+        return self._logits(hidden) if self._last else hidden
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
+        assert self._embed is not None
         hidden = F.embedding(token_ids.to(self._embed.device), self._embed)
         return hidden if self.config.gemma is None else hidden * self.config.gemma.embedding_scale
 
     def _logits(self, hidden: Tensor) -> Tensor:
+        assert self._head is not None
+        assert self._norm is not None
         logits = self._head(self._normed(hidden, self._norm)).float()
         cap = None if self.config.gemma is None else self.config.gemma.logit_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap

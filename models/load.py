@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +19,9 @@ from models.hf_folder import load_weights
 from models.linear import WEIGHT_FORMATS
 from models.llama import Llama
 from models.pull import DEFAULT_MODEL
+from models.stages import WHOLE, Share
 from models.tokenizer import TextTokenizer, load_tokenizer_folder
+from models.weights import in_layers
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -36,21 +40,32 @@ def load_model(
     dtype: str = "float32",
     kv_dtype: str = "float32",
     weight_format: str = "full",
+    share: Share = WHOLE,
 ) -> LoadedModel:
-    """Load a model. Dtypes are named: float32, bfloat16, float16; weights stay as they are in full, or become int8,
-    which is for float32 on the CPU. Raises `ModelError` with one line for people."""
+    """Load a model, or a share of its layers. Dtypes are named: float32, bfloat16, float16; weights stay as they are in full,
+    or become int8, which is for float32 on the CPU. Raises `ModelError` with one line for people."""
     _check_weight_format(weight_format, device, dtype)
     folder = find_model(name_or_path)
     tokenizer = load_tokenizer_folder(folder.path)
     card = model_card(folder, tokenizer, kv_dtype, weight_format)
-    weights = load_weights(folder, torch.device(device), _torch_dtype("dtype", dtype))
-    return LoadedModel(_build(folder.config, weights, _torch_dtype("kv_dtype", kv_dtype), weight_format), tokenizer, card)
+    load = partial(load_weights, folder, torch.device(device), _torch_dtype("dtype", dtype))
+    model = _build(folder.config, load, _torch_dtype("kv_dtype", kv_dtype), weight_format, share)
+    return LoadedModel(model, tokenizer, card)
 
 
-def _build(config: DecoderConfig, weights: dict[str, Tensor], kv_dtype: torch.dtype, weight_format: str) -> CausalLM:
+def _build(
+    config: DecoderConfig,
+    load: Callable[..., dict[str, Tensor]],
+    kv_dtype: torch.dtype,
+    weight_format: str,
+    share: Share,
+) -> CausalLM:
+    share.check(config)
     if isinstance(config, DeepseekConfig):
-        return Deepseek(config, weights, kv_dtype, weight_format=weight_format)
-    return Llama(config, weights, kv_dtype, weight_format)
+        return Deepseek(config, load(), kv_dtype, weight_format=weight_format)
+    layers = share.layers(config.num_layers)
+    weights = load(lambda name: in_layers(config, name, layers))
+    return Llama(config, weights, kv_dtype, weight_format, layers)
 
 
 def _check_weight_format(weight_format: str, device: str, dtype: str) -> None:

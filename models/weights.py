@@ -62,6 +62,14 @@ def layer_parts(config: ModelConfig) -> dict[str, list[str]]:
     return parts
 
 
+def in_layers(config: ModelConfig, name: str, layers: range) -> bool:
+    """Whether computing `layers` takes a fused tensor: their own, the embedding before the first, the head after the last."""
+    last = config.num_layers - 1 in layers
+    if name == EMBED:
+        return 0 in layers or (last and config.tied_embeddings)
+    return last if name in (FINAL_NORM, HEAD) else int(name.split(".")[1]) in layers
+
+
 def split_tensors(config: ModelConfig, fused: dict[str, Any]) -> dict[str, Any]:
     """The inverse of `fused_tensors`: Hugging Face names to views into the fused tensors."""
     tensors = {"model.embed_tokens.weight": fused[EMBED], "model.norm.weight": fused[FINAL_NORM]}

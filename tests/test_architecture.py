@@ -150,6 +150,7 @@ def test_ray_is_imported_by_composer_drivers_and_actors_only() -> None:
         "conductor/cluster.py",
         "conductor/cluster_commands.py",
         "conductor/connection.py",
+        "conductor/placing.py",
         "conductor/runtime.py",
         "conductor/ray_engine_client.py",
         "conductor/cli.py",

@@ -24,15 +24,15 @@ from conductor.core.events import Event, RequestFailed, TransferFailed, Transfer
 from conductor.core.messages import GenerationJob, TokenOutput
 from conductor.core.types import BlockHash, FinishReason, RequestId, Tier, WorkerId, WorkerLoad, WorkerSpec
 from workers.assembly import Build, build_parts, node_of, warm_up
-from workers.block_pool import OutOfBlocks
+from workers.block_pool import BlockId, OutOfBlocks
 from workers.block_rows import Restored, pool_rows, restore
 from workers.cache_commands import carry_out
 from workers.config import WorkerConfig
+from workers.exchange import Offer, split
 from workers.jobs import JobKey, job_key, last_output
 from workers.kv_store.base import KVStoreError
 from workers.kv_store.hierarchy import Hierarchy
 from workers.kv_transfer.base import KVTicket, TransferError
-from workers.kv_transfer.blocks import KVBlocks
 from workers.kv_transfer.paired import PairedTransports
 from workers.output_channels import OutputChannels
 from workers.pairs import Pairs
@@ -43,17 +43,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 TRANSFER_THREADS = 4
 MAX_REMEMBERED_ENDS = 10_000
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """Blocks `blocks[first:]` can be fetched with `ticket`; all of `blocks` are held, and pinned until release."""
-
-    id: str
-    blocks: tuple[BlockHash, ...]
-    first: int
-    ticket: KVTicket
-    worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +64,14 @@ class WorkerActor(ABC):
         self.cache = self.engine.cache
         self.transport = PairedTransports(self.cache.kv, self._parts.transports)
         self.transport.register(self.cache.rows)
+        self.exchange = self._parts.exchange(self.cache, self.transport, config.lease_s)
         warm_up(self.engine)
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._transfer = ThreadPoolExecutor(TRANSFER_THREADS, thread_name_prefix="kv-transfer")
         self._channels = OutputChannels(config.max_unread_outputs)
         self.store = Hierarchy(self._parts.tiers, partial(pool_rows, self.cache), config.store.queue_blocks)
         self._reporter = Reporter(config.worker_id, self.cache, self.store, self._load, config.report_interval_s)
-        self._offers: dict[str, list[int]] = {}
+        self._offers: dict[str, tuple[Offer, list[int]]] = {}
         self._ended: OrderedDict[JobKey, bool] = OrderedDict()  # whether it ended in the ordinary way
         self._tasks: set[asyncio.Task[Any]] = set()
         self._wake = asyncio.Event()
@@ -165,10 +155,13 @@ class WorkerActor(ABC):
 
     # --- blocks between workers ---------------------------------------------------------------------------------------
 
-    async def offer_blocks(self, blocks: Sequence[BlockHash], first: int = 0, peer: WorkerId | None = None) -> Offer | None:
+    async def offer_blocks(
+        self, blocks: Sequence[BlockHash], first: int = 0, peer: WorkerId | None = None, cuts: Sequence[int] = ()
+    ) -> Offer | None:
         """Pin the longest held prefix of `blocks`, which begin at a root, and publish it for `peer`, all but its first `first`.
 
-        None when no more than `first` are held. The offer ends with `release_offer` or its lease.
+        None when no more than `first` are held. No ticket goes beyond one of the layers `cuts`, where another place of the
+        peer's begins. The offer ends with `release_offer` or its lease.
         """
         self._start()
         await self._restore_any(blocks)
@@ -177,17 +170,20 @@ class WorkerActor(ABC):
             self.cache.release(ids)
             return None
         try:
-            ticket = await self._move(self._publish, ids[first:], peer)
+            tickets = await self._move(self._publish, ids[first:], peer, cuts)
         except BaseException:
             self.cache.release(ids)
             raise
-        self._offers[ticket.id] = ids
-        return Offer(ticket.id, tuple(blocks[: len(ids)]), first, ticket, self.id)
+        offer = Offer(tuple(blocks[: len(ids)]), first, tickets, self.id)
+        self._offers[offer.id] = offer, ids
+        return offer
 
     async def release_offer(self, offer_id: str) -> None:
-        self.transport.release(offer_id)
-        ids = self._offers.pop(offer_id, None)
-        if ids is not None:
+        self.exchange.release(offer_id)
+        offer, ids = self._offers.pop(offer_id, (None, []))
+        if offer is not None:
+            for ticket in offer.tickets[1:]:
+                self.exchange.release(ticket.id)
             self.cache.release(ids)
 
     async def pull_blocks(self, transfer_id: str, source: Any, blocks: Sequence[BlockHash]) -> None:
@@ -212,31 +208,32 @@ class WorkerActor(ABC):
                 offer = await self._take_offer(source, blocks, held)
         self._reporter.touch()
         self._pairs.fetching_from(offer.worker, source)
-        return Pulled(len(offer.blocks) - offer.first, offer.ticket.nbytes, time.perf_counter() - began_s)
+        return Pulled(len(offer.blocks) - offer.first, offer.nbytes, time.perf_counter() - began_s)
 
     async def _take_offer(self, source: Any, blocks: Sequence[BlockHash], held: int) -> Offer | None:
         """Have the missing blocks offered, and keep them. None when the transport failed and the source has another."""
         with self.transport.meter.transfer() as moved:
-            offer: Offer | None = await source.offer_blocks.remote(tuple(blocks), held, self.id)
+            offer: Offer | None = await source.offer_blocks.remote(tuple(blocks), held, self.id, self.exchange.cuts)
             if offer is None:
                 raise TransferError(f"the source holds none of the {len(blocks) - held} missing blocks")
             try:
                 full = await self._move(self._fetch_prefix, offer)
             except TransferError as error:
-                if await source.shun_transport.remote(self.id, offer.ticket.transport, failure_text(error)):
+                if await source.shun_transport.remote(self.id, offer.transport, failure_text(error)):
                     return None
                 raise
             finally:
                 self._spawn(quietly(source.release_offer.remote(offer.id)))
             if full is not None:
                 raise TransferError(f"{full.needed} blocks are needed for a pull, {full.available} can be had")
-            moved.was(offer.worker, offer.ticket.transport, offer.ticket.nbytes)
+            moved.was(offer.worker, offer.transport, offer.nbytes)
         self._report_link(offer.worker)
         return offer
 
     def _fetch_prefix(self, offer: Offer) -> OutOfBlocks | None:
-        def fill(into: KVBlocks, skip: int) -> None:
-            self.transport.fetch(offer.ticket, into, self.config.lease_s, skip)
+        def fill(ids: Sequence[BlockId], skip: int) -> None:
+            for ticket in offer.tickets:
+                self.exchange.fetch(ticket, ids, skip)
 
         return self.cache.import_prefix(offer.blocks, offer.first, fill)
 
@@ -256,8 +253,9 @@ class WorkerActor(ABC):
             if self.cache.match(blocks) < len(blocks):
                 await self._restore(tier, blocks)
 
-    def _publish(self, ids: list[int], peer: WorkerId | None) -> KVTicket:
-        return self.transport.offer(self.cache.blocks(ids), self.config.lease_s, peer)
+    def _publish(self, ids: list[int], peer: WorkerId | None, cuts: Sequence[int]) -> tuple[KVTicket, ...]:
+        runs = split(range(self.cache.kv.num_layers), (*self.exchange.cuts, *cuts))
+        return tuple(self.exchange.publish(ids, layers, peer) for layers in runs)
 
     async def offer_probes(self) -> list[KVTicket]:
         """A small offer over each transport, for a peer to rank them by."""
@@ -290,11 +288,10 @@ class WorkerActor(ABC):
 
     def _reap(self) -> None:
         """End what has outlived its lease."""
-        for offer_id in self.transport.expire():
-            ids = self._offers.pop(offer_id, None)
-            if ids is not None:
+        for offer_id in self.exchange.expire():
+            if offer_id in self._offers:
                 logger.warning("offer %s outlived its lease of %g s", offer_id, self.config.lease_s)
-                self.cache.release(ids)
+                self._spawn(self.release_offer(offer_id))
 
     def _start(self) -> None:
         if self._started:
@@ -317,7 +314,7 @@ class WorkerActor(ABC):
         self.cache.on_freed = lambda: None
         self._compute.shutdown()
         self._transfer.shutdown()
-        self.transport.close()
+        await asyncio.to_thread(self.exchange.close)
         await asyncio.to_thread(self.store.close)
 
     async def _keep_reaping(self) -> None:

@@ -6,9 +6,12 @@ and other models put theirs in its place.
 
 from __future__ import annotations
 
+import logging
+import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -26,24 +29,35 @@ from models.kv_codec import BlockCodec
 from models.llama import Llama
 from models.load import LoadedModel, load_model
 from models.native_kernels import kernels
+from models.stages import WHOLE, Share
 from workers.coded_tier import coded_tiers, packed_format
 from workers.coded_transport import CodedTransport, block_codec, coded_descriptor
 from workers.config import WorkerConfig
 from workers.cost_fit import FittedProfile
 from workers.device_cache import DeviceCache
 from workers.engine import Engine
+from workers.exchange import Exchange, LocalExchange
 from workers.kv_store.base import BlockFormat
 from workers.kv_store.opening import OpenedTiers, open_tiers
 from workers.kv_store.settings import StoreSettings
 from workers.kv_transfer.base import KVDescriptor, KVTransport
 from workers.kv_transfer.blocks import KVBlocks
+from workers.kv_transfer.paired import PairedTransports
 from workers.kv_transfer.select import make_transports
 from workers.kv_transfer.throttled import LinkLimit
 from workers.profiler import Profiler
+from workers.ray_stage import start_stages
 from workers.sequence import KVSequence, Prompt
+from workers.stage import StageParts
+from workers.staged import Chain, StagedExchange, StagedModel
+
+logger = logging.getLogger(__name__)
 
 PROFILE_LEASE_S = 60.0
 PROBE = KVDescriptor("probe", 1, "uint8", (1,), num_layers=1, block_tokens=1, layer_block_bytes=1 << 16)
+
+
+MakeExchange: TypeAlias = Callable[[DeviceCache, PairedTransports, float], Exchange]  # of a pool, with a lease in seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +70,32 @@ class WorkerParts:
     model_name: str
     root_of: Callable[[str], BlockHash]
     tiers: OpenedTiers = field(default_factory=OpenedTiers)
+    exchange: MakeExchange = LocalExchange
 
 
 Build: TypeAlias = Callable[[WorkerConfig], WorkerParts]
 
 
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """What computes, over which pool, and where else blocks of that pool lie."""
+
+    loaded: LoadedModel
+    model: CausalLM
+    cache: DeviceCache
+    exchange: MakeExchange = LocalExchange
+    close: Callable[[], None] = lambda: None
+
+
 def build_parts(config: WorkerConfig) -> WorkerParts:
     """Load the model and everything around it. Raises `ModelError`, `ValueError` or `TransportUnavailable`."""
     torch.set_num_threads(config.threads)
-    loaded = load_worker_model(config)
-    cache = make_cache(config, loaded.model.layout)
-    engine = Engine(graphed(loaded.model, cache), cache)
+    computing = make_computing(config)
+    loaded, engine = computing.loaded, Engine(computing.model, computing.cache)
     formats = {"moved": config.transport_codec, "stored": config.store.codec}
     namespace = namespace_in_formats(loaded.card.namespace, config.kv_dtype, **formats)
     codec = block_codec(config.transport_codec, loaded.model.layout, config.block_tokens)
-    profile = config.profile or throttled_profile(fitted_profile(config, loaded, engine.cache).profile, config.link)
+    profile = config.profile or throttled_profile(fitted_profile(config, computing).profile, config.link)
     store_codec = block_codec(config.store.codec, loaded.model.layout, config.block_tokens)
     tiers = make_tiers(config, BlockFormat(stored_namespace(config, namespace), engine.cache.kv), store_codec)
     moved = profile.kv_bytes_per_token if codec is None else moved_bytes(engine.cache.kv, codec)
@@ -81,16 +106,54 @@ def build_parts(config: WorkerConfig) -> WorkerParts:
         tiers=tiers,
         model_name=loaded.card.name,
         root_of=lambda domain: KVNamespace(namespace, config.block_tokens, salt=domain).seed,
+        exchange=computing.exchange,
     )
 
 
-def load_worker_model(config: WorkerConfig) -> LoadedModel:
+def make_computing(config: WorkerConfig) -> Computing:
+    if config.stages > 1:
+        return make_pipeline(config)
+    loaded = load_worker_model(config)
+    cache = make_cache(config, loaded.model.layout)
+    return Computing(loaded, graphed(loaded.model, cache), cache)
+
+
+def make_pipeline(config: WorkerConfig) -> Computing:
+    """The first stage here, the later ones as actors, which load their layers at the same time."""
+    later = start_stages(config, build_stage)
+    loaded = load_worker_model(config, Share(0, config.stages))
+    first = loaded.model
+    assert isinstance(first, Llama)
+    cache = make_cache(config, first.layout, first.layers)
+    shares = [Share(number, config.stages).layers(first.layout.num_layers) for number in range(1, config.stages)]
+    chain = Chain(later, shares, end_process)
+    return Computing(loaded, StagedModel(first, chain), cache, partial(StagedExchange, chain), chain.close)
+
+
+def build_stage(config: WorkerConfig, number: int) -> StageParts:
+    """The parts of a later stage of a worker."""
+    torch.set_num_threads(config.threads)
+    model = load_worker_model(config, Share(number, config.stages)).model
+    assert isinstance(model, Llama)
+    cache = make_cache(config, model.layout, model.layers)
+    codec = block_codec(config.transport_codec, model.layout, config.block_tokens)
+    return StageParts(model, cache, coded_transports(config, cache.kv, codec))
+
+
+def end_process(reason: str) -> None:
+    """A worker that has lost a stage is lost: whoever watches it starts all of it again."""
+    logger.error("this prefill worker ends: %s", reason)
+    os._exit(1)
+
+
+def load_worker_model(config: WorkerConfig, share: Share = WHOLE) -> LoadedModel:
     return load_model(
         config.model,
         device=config.device,
         dtype=config.compute_dtype,
         kv_dtype=config.kv_dtype,
         weight_format=config.weights,
+        share=share,
     )
 
 
@@ -108,6 +171,8 @@ def coded_transports(config: WorkerConfig, kv: KVDescriptor, codec: BlockCodec |
 
 
 def make_tiers(config: WorkerConfig, block_format: BlockFormat, codec: BlockCodec | None) -> OpenedTiers:
+    if config.stages > 1:
+        return OpenedTiers()  # tiers keep a block as one row of all its layers
     store, node = in_cluster(config.store), node_of(config)
     if codec is None:
         return open_tiers(store, block_format, node)
@@ -140,24 +205,27 @@ def in_cluster(store: StoreSettings) -> StoreSettings:
 def profile_worker(config: WorkerConfig, *, fresh: bool) -> FittedProfile:
     """What `build_parts` would go by, with how well it fits; measured if it is not remembered or if `fresh` asks for it."""
     torch.set_num_threads(config.threads)
-    loaded = load_worker_model(config)
-    return fitted_profile(config, loaded, make_cache(config, loaded.model.layout), fresh=fresh)
+    computing = make_computing(config)
+    try:
+        return fitted_profile(config, computing, fresh=fresh)
+    finally:
+        computing.close()
 
 
-def fitted_profile(config: WorkerConfig, loaded: LoadedModel, cache: DeviceCache, *, fresh: bool = False) -> FittedProfile:
+def fitted_profile(config: WorkerConfig, computing: Computing, *, fresh: bool = False) -> FittedProfile:
     """The profile of this model on this machine. Overwrites the bytes of the cache.
 
     Transfers are measured over the transport without its throttle, which is no property of the machine.
     """
     transport = next(iter(make_transports(config.transport, PROBE).values()))
     profiler = Profiler(
-        loaded.model,
-        cache.paged,
+        computing.model,
+        computing.cache.paged,
         chunk_tokens=config.chunk_tokens,
         budget_s=config.profile_budget_s,
         transfer=lambda nbytes: round_trip(transport, nbytes),
     )
-    fitted = profiler.load_or_measure(loaded.card.revision, computed_by(config), fresh=fresh)
+    fitted = profiler.load_or_measure(computing.loaded.card.revision, computed_by(config), fresh=fresh)
     transport.close()
     return fitted
 
@@ -165,7 +233,8 @@ def fitted_profile(config: WorkerConfig, loaded: LoadedModel, cache: DeviceCache
 def computed_by(config: WorkerConfig) -> str:
     """What, besides model and machine, decides how fast a worker computes."""
     native = config.device == "cpu" and config.compute_dtype == "float32" and kernels() is not None
-    return "/".join((config.compute_dtype, config.weights, "native" if native else "torch"))
+    stages = () if config.stages == 1 else (f"{config.stages} stages",)
+    return "/".join((config.compute_dtype, config.weights, "native" if native else "torch", *stages))
 
 
 def round_trip(transport: KVTransport, nbytes: int) -> None:
@@ -186,9 +255,9 @@ def throttled_profile(profile: CostProfile, link: LinkLimit) -> CostProfile:
     )
 
 
-def make_cache(config: WorkerConfig, layout: KVLayout) -> DeviceCache:
+def make_cache(config: WorkerConfig, layout: KVLayout, held: range | None = None) -> DeviceCache:
     num_blocks = config.blocks(layout.bytes_per_token * config.block_tokens)
-    return DeviceCache(layout, num_blocks, config.block_tokens, config.device)
+    return DeviceCache(layout, num_blocks, config.block_tokens, config.device, held)
 
 
 def warm_up(engine: Engine) -> None:
@@ -196,7 +265,9 @@ def warm_up(engine: Engine) -> None:
     tokens = tuple(range(max(1, min(16, engine.model.vocab_size, engine.max_sequence_tokens - 1))))
     sequence = engine.begin(Prompt(tokens, (), 0, SamplingParams(max_tokens=2)))
     assert isinstance(sequence, KVSequence)
-    engine.first_token(sequence, engine.prefill_chunk(sequence, len(tokens)))
+    logits = engine.prefill_chunk(sequence, len(tokens))
+    assert logits is not None
+    engine.first_token(sequence, logits)
     if engine.grow(sequence):
         engine.decode_step([sequence])
     engine.finish(sequence)

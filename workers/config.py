@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ class WorkerConfig:
     `transport_codec`: the number format in which KV moves (None: as it is cached).
     `speculative_tokens`: how many tokens ahead decode guesses by prompt lookup.
     `lease_s` bounds how long an offer or an unfinished hand-over may hold blocks.
+    `stages`: how many actors share the layers of a prefill worker; `stage_options` are what Ray is told of each but the first.
     """
 
     worker_id: str
@@ -54,14 +56,17 @@ class WorkerConfig:
     rack: str = ""
     zone: str = ""
     store: StoreSettings = field(default_factory=StoreSettings)
+    stages: int = 1
+    stage_options: tuple[Mapping[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("worker_id", "model", "device"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must not be empty")
-        for name in ("block_tokens", "chunk_tokens", "max_batch", "threads", "max_unread_outputs"):
+        for name in ("block_tokens", "chunk_tokens", "max_batch", "threads", "max_unread_outputs", "stages"):
             _at_least(name, getattr(self, name), 1)
         _at_least("speculative_tokens", self.speculative_tokens, 0)
+        _stages_of("stages", self.stages, self.role)
         if (self.num_blocks is None) == (self.kv_memory_bytes is None):
             found = f"num_blocks is {self.num_blocks!r} and kv_memory_bytes is {self.kv_memory_bytes!r}"
             raise ValueError(f"{found}; exactly one of them must be given")
@@ -91,6 +96,11 @@ class WorkerConfig:
 def _at_least(name: str, value: Any, least: int) -> None:
     if not isinstance(value, int) or value < least:
         raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}")
+
+
+def _stages_of(name: str, value: int, role: Role) -> None:
+    if value > 1 and role is not Role.PREFILL:
+        raise ValueError(f"{name} is {value!r} for a {role.value} worker; it must be 1")
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -52,6 +52,7 @@ class Samples:
     prefill: tuple[PrefillSample, ...]
     decode: tuple[DecodeSample, ...]
     transfer: tuple[TransferSample, ...] = ()
+    flow_share: float = 1.0  # of a step's time, after which the worker takes the next one
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,7 @@ def fit_profile(samples: Samples, shape: KVShape) -> FittedProfile:
         transfer_latency_s=latency_s,
         transfer_bytes_per_s=bytes_per_s,
         chunk_tokens=shape.chunk_tokens,
+        flow_share=samples.flow_share,
         residuals=ResidualQuantiles(p10, p50, p90),
         samples=len(samples.prefill),
     )

@@ -24,6 +24,9 @@ from workers.kv_transfer.blocks import KVArray, KVBlocks
 Fill: TypeAlias = Callable[[KVBlocks, int], None]
 """Fills blocks with what is wanted there, leaving out as many blocks at the front of that as the number says."""
 
+FillIds: TypeAlias = Callable[[Sequence[BlockId], int], None]
+"""The same, given the blocks by their ids."""
+
 
 def describe_layout(layout: KVLayout, block_tokens: int) -> KVDescriptor:
     """What a transport needs to know of a cache's bytes."""
@@ -39,10 +42,13 @@ def describe_layout(layout: KVLayout, block_tokens: int) -> KVDescriptor:
 
 
 class DeviceCache:
-    """Thread-safe. `on_freed` is called, in whatever thread, after blocks have been released."""
+    """Thread-safe. `on_freed` is called, in whatever thread, after blocks have been released. Only the bytes of the layers
+    `held`, by default all, lie here; they keep their numbers."""
 
-    def __init__(self, layout: KVLayout, num_blocks: int, block_tokens: int, device: str = "cpu") -> None:
-        self.paged = PagedKVCache(layout, num_blocks, block_tokens, device)
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, block_tokens: int, device: str = "cpu", held: range | None = None
+    ) -> None:
+        self.paged = PagedKVCache(layout, num_blocks, block_tokens, device, held)
         self.kv = describe_layout(layout, block_tokens)
         self.on_freed: Callable[[], None] = lambda: None
         self._pool = BlockPool(num_blocks)
@@ -165,15 +171,15 @@ class DeviceCache:
 
     def blocks(self, ids: Sequence[BlockId], layers: range | None = None) -> KVBlocks:
         """Pinned blocks for a transfer to read: where they lie, or a copy where a transfer cannot reach them."""
-        chosen = range(self.kv.num_layers) if layers is None else layers
+        chosen = self.paged.held if layers is None else layers
         if self._rows is None:
             data = self._copies.to_host(self.paged.gather(ids, chosen))
             return KVBlocks.of([_rows(layer) for layer in data], chosen.start)
-        return KVBlocks(tuple(self._rows[chosen.start : chosen.stop]), tuple(ids), chosen.start)
+        return KVBlocks(tuple(self._rows), tuple(ids), self.paged.held.start).layers(chosen.start, chosen.stop)
 
     def fill(self, ids: Sequence[BlockId], fill: Callable[[KVBlocks], None], layers: range | None = None) -> None:
         """Have a transfer write blocks that belong to the caller. When `fill` raises, they hold anything."""
-        chosen = range(self.kv.num_layers) if layers is None else layers
+        chosen = self.paged.held if layers is None else layers
         if self._rows is not None:
             fill(self.blocks(ids, chosen))
             return
@@ -183,7 +189,7 @@ class DeviceCache:
         fill(KVBlocks.of([_rows(layer) for layer in staged], chosen.start))
         self.paged.scatter(ids, self._copies.to_device(staged), chosen)
 
-    def import_prefix(self, hashes: Sequence[BlockHash], first: int, fill: Fill) -> OutOfBlocks | None:
+    def import_prefix(self, hashes: Sequence[BlockHash], first: int, fill: FillIds) -> OutOfBlocks | None:
         """Keep blocks that come from elsewhere: `fill` brings the KV of `hashes[first:]`; their ancestors are cached here.
 
         Blocks that are cached meanwhile are left as they are. When an ancestor was evicted meanwhile, nothing is kept.
@@ -194,7 +200,7 @@ class DeviceCache:
         table, held = reserved
         try:
             if first <= held < len(hashes):
-                self.fill(table[held:], lambda into: fill(into, held - first))
+                fill(table[held:], held - first)
                 self.commit(table, held, hashes)
         finally:
             self.release(table)

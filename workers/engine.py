@@ -85,15 +85,20 @@ class Engine:
 
     # --- computing ----------------------------------------------------------------------------------------------------
 
-    def prefill_chunk(self, sequence: KVSequence, tokens: int, on_layer: OnLayer | None = None) -> Tensor:
-        """Compute the next `tokens` tokens and name the blocks they fill. Logits [vocab] of the last one."""
+    def prefill_chunk(self, sequence: KVSequence, tokens: int, on_layer: OnLayer | None = None) -> Tensor | None:
+        """Compute the next `tokens` tokens and name the blocks they fill. With the sequence's last token, its logits [vocab].
+
+        Without it there is nothing to wait for: later stages of the model may still be at work, in the order of the chunks.
+        """
         start = sequence.computed
         new = sequence.tokens[start : start + tokens]
-        batch = ForwardBatch(torch.tensor(new, device=self._device), [len(new)], [start], [sequence.table])
+        ends = start + len(new) == len(sequence.tokens)
+        token_ids = torch.tensor(new, device=self._device)
+        batch = ForwardBatch(token_ids, [len(new)], [start], [list(sequence.table)], logits=ends)
         logits = self.model.forward(batch, self.cache.paged, on_layer=on_layer)
         sequence.computed += len(new)
         self._name_full_blocks(sequence)
-        return logits[0]
+        return logits[0] if ends else None
 
     def first_token(self, sequence: KVSequence, logits: Tensor) -> SampledToken:
         """Draw the token that follows a prompt whose last logits are `logits`, and append it."""

@@ -18,6 +18,7 @@ from conductor.core.types import WorkerId
 from workers.batching import layer_groups
 from workers.block_pool import BlockId
 from workers.device_cache import DeviceCache
+from workers.exchange import Exchange, split
 from workers.jobs import HandoverPart, PartKey
 from workers.kv_transfer.base import KVTicket
 from workers.kv_transfer.paired import PairedTransports
@@ -35,12 +36,13 @@ class Sender:
 
     cache: DeviceCache
     transport: PairedTransports
+    exchange: Exchange
     move: Callable[..., Awaitable[Any]]
     spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
     lease_s: float
 
     def publish(self, part: Part, peer: WorkerId | None) -> KVTicket:
-        return self.transport.offer(self.cache.blocks(part.ids, part.layers), self.lease_s, peer)
+        return self.exchange.publish(part.ids, part.layers, peer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +77,11 @@ class Outgoing:
     # --- cutting, in any thread ---------------------------------------------------------------------------------------
 
     def groups(self, blocks: int) -> list[range]:
-        """The groups of layers in which so many blocks are sent: while one is read, the next can be written."""
-        kv = self._sender.cache.kv
-        return layer_groups(kv.num_layers, blocks * kv.layer_block_bytes) if blocks else []
+        """The groups of layers in which so many blocks are sent, each from one place: while one is read, the next can be
+        written."""
+        kv, cuts = self._sender.cache.kv, self._sender.exchange.cuts
+        groups = layer_groups(kv.num_layers, blocks * kv.layer_block_bytes) if blocks else []
+        return [run for group in groups for run in split(group, cuts)]
 
     def cut(self, table: Sequence[BlockId], blocks: range, layers: range) -> list[Part]:
         """Take hold of some blocks of the table as it is now, where they are needed. Every part that is cut must be sent."""
@@ -126,7 +130,7 @@ class Outgoing:
             await asyncio.gather(self._prefix, return_exceptions=True)
         for part in await asyncio.gather(*self._offers, return_exceptions=True):
             if isinstance(part, HandoverPart):
-                self._sender.transport.release(part.ticket.id)
+                self._sender.exchange.release(part.ticket.id)
         pins, self._pins = self._pins, []
         for ids in pins:
             self._sender.cache.release(ids)
@@ -140,7 +144,7 @@ class Outgoing:
     async def _deliver_early(self, part: HandoverPart) -> None:
         if await self._deliver(part):
             self._delivered.add(part.key)
-            self._sender.transport.release(part.ticket.id)
+            self._sender.exchange.release(part.ticket.id)
 
     async def _renewed(self, part: HandoverPart) -> HandoverPart:
         """The part, offered once more if much of its lease has passed or its transport has failed."""

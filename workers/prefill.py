@@ -79,7 +79,7 @@ class PrefillWorker(WorkerActor):
         self._computing: _Entry | None = None
         self._entries: dict[JobKey, _Entry] = {}
         self._finished_prefills = 0
-        self._sender = Sender(self.cache, self.transport, self._move, self._spawn, config.lease_s)
+        self._sender = Sender(self.cache, self.transport, self.exchange, self._move, self._spawn, config.lease_s)
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -206,6 +206,7 @@ class PrefillWorker(WorkerActor):
             entry.compute_s += seconds
             self._keep_new_blocks(entry, sequence)
         if token is None or entry.cancelled:
+            await self._run(self.engine.model.settle)
             await self._let_go(entry)
         else:
             await self._finish_prompt(entry, sequence, token)
@@ -221,7 +222,7 @@ class PrefillWorker(WorkerActor):
         prompt_tokens = len(sequence.prompt.tokens)
         tokens = chunk_length(sequence.computed, prompt_tokens, self.config.chunk_tokens)
         logits = self.engine.prefill_chunk(sequence, tokens, self._sent_by_layer(entry, sequence, sequence.computed + tokens))
-        token = self.engine.first_token(sequence, logits) if sequence.computed == prompt_tokens else None
+        token = None if logits is None else self.engine.first_token(sequence, logits)
         return token, time.perf_counter() - began_s
 
     async def _finish_prompt(self, entry: _Entry, sequence: KVSequence, token: SampledToken) -> None:

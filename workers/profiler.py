@@ -5,6 +5,7 @@ function that the worker hands in. Reused context is not computed first: attenti
 only for their new tokens. First calls are not evidence and are thrown away. The cells come in the order of a Latin square, so
 that any first few of them cover both axes: a slow machine stops after as many as a calibrated profile needs, a fast one repeats
 the cheap cells until the time budget is spent, and takes their lower median, so that a passing disturbance does not decide.
+A model in stages is also timed with several chunks in the flow, against the same chunks one by one.
 
 The result is cached as JSON under everything that it depends on: model revision, device, dtypes, threads, processor, KV
 layout, block and chunk size.
@@ -45,6 +46,8 @@ REUSED_SIXTEENTHS = (0, 1, 4, 8, 14)  # of the longest context
 DECODE_BATCHES = (1, 2, 4, 8)
 DECODE_CONTEXTS = (64, 512, 2048)
 TRANSFER_BYTES = (1 << 18, 1 << 22, 1 << 25)
+FLOW_CHUNKS = 4
+FLOW_ROUNDS = 3
 
 Clock = Callable[[], float]
 Transfer = Callable[[int], object]
@@ -125,6 +128,9 @@ class Profiler:
             prefill=tuple(PrefillSample(reused + new, reused, s) for (new, reused), s in prefill.items()),
             decode=tuple(DecodeSample(batch, batch * context, s) for (batch, context), s in decode.items()),
             transfer=() if self.transfer is None else tuple(self._time_transfers(self.transfer)),
+            flow_share=1.0
+            if self.model.stages == 1
+            else statistics.median_low([self._flow_share() for _ in range(FLOW_ROUNDS)]),
         )
 
     def prefill_cells(self) -> list[tuple[int, int]]:
@@ -174,17 +180,33 @@ class Profiler:
     def _time_prefill(self, new: int, reused: int) -> float:
         return self._time_forward([new], [reused])
 
+    def _flow_share(self) -> float:
+        """The share of a chunk's time after which the stages take the next: with all chunks in the flow, a prompt takes that
+        share of what they take one by one, and the rest of the last one's."""
+        tokens = max(1, min(self.chunk_tokens, self._longest_tokens // FLOW_CHUNKS))
+        contexts = [tokens * chunk for chunk in range(FLOW_CHUNKS)]
+        alone_s = [self._time_prefill(tokens, context) for context in contexts]
+        started = self.clock()
+        for context in contexts[:-1]:
+            self.model.forward(self._batch([tokens], [context], logits=False), self.cache)
+        self._time_prefill(tokens, contexts[-1])
+        share = (self.clock() - started - alone_s[-1]) / max(sum(alone_s[:-1]), 1e-9)
+        return min(1.0, max(1.0 / self.model.stages, share))
+
     def _time_decode(self, batch: int, context: int) -> float:
         return self._time_forward([1] * batch, [context - 1] * batch)
 
     def _time_forward(self, new: list[int], contexts: list[int]) -> float:
-        blocks = [-(-(n + c) // self.cache.block_tokens) for n, c in zip(new, contexts, strict=True)]
-        tables = [self._table(start * count, count) for start, count in enumerate(blocks)]
-        tokens = torch.arange(sum(new)) % self.model.vocab_size
+        batch = self._batch(new, contexts)
         started = self.clock()
-        logits = self.model.forward(ForwardBatch(tokens, new, contexts, tables), self.cache)
+        logits = self.model.forward(batch, self.cache)
         logits.argmax(dim=-1).tolist()  # as the engine does; waits for an accelerator too
         return self.clock() - started
+
+    def _batch(self, new: list[int], contexts: list[int], *, logits: bool = True) -> ForwardBatch:
+        blocks = [-(-(n + c) // self.cache.block_tokens) for n, c in zip(new, contexts, strict=True)]
+        tables = [self._table(start * count, count) for start, count in enumerate(blocks)]
+        return ForwardBatch(torch.arange(sum(new)) % self.model.vocab_size, new, contexts, tables, logits=logits)
 
     def _table(self, start: int, count: int) -> list[int]:
         return [(start + i) % self.cache.num_blocks for i in range(count)]

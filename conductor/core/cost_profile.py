@@ -8,6 +8,9 @@ the form that equation 1 of the Mooncake paper (FAST'25, section 5.2) and its me
 outside of the core (`workers/profiler.py` on a machine, the simulator on its own ground truth) and reaches the scheduler
 inside a `WorkerJoined` event, so a flight log is complete by itself. A profile with too few samples says that it is not
 calibrated, and then the scheduler places without rejecting.
+
+A worker that is a pipeline of stages takes the next step of a prompt before it has finished one: after the share s of its
+time (`flow_share`). Then a prompt takes s*T and, for its last step to flow through, the rest of that step's own time.
 """
 
 from __future__ import annotations
@@ -53,6 +56,7 @@ class CostProfile:
     first_token_after_handover: bool = False
     handover_overlaps_prefill: bool = True
     layer_groups: int = 1
+    flow_share: float = 1.0
     residuals: ResidualQuantiles = ResidualQuantiles()
     samples: int = 0
 
@@ -64,6 +68,13 @@ class CostProfile:
         """Seconds to compute tokens `reused_tokens..prompt_tokens`."""
         n, p = prompt_tokens, reused_tokens
         steps = 1 if self.chunk_tokens is None else max(1, -(-(n - p) // self.chunk_tokens))
+        serial_s = self._serial_s(steps, n, p)
+        if self.flow_share == 1.0 or steps == 1 or self.chunk_tokens is None:
+            return serial_s
+        last_step_s = self._serial_s(1, n, p + (steps - 1) * self.chunk_tokens)
+        return self.flow_share * serial_s + (1.0 - self.flow_share) * last_step_s
+
+    def _serial_s(self, steps: int, n: int, p: int) -> float:
         return self.prefill_base_s * steps + self.prefill_per_token_s * (n - p) + self.prefill_per_token2_s * (n * n - p * p)
 
     def decode_step_s(self, batch: int, context_tokens: int) -> float:

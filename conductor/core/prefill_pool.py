@@ -68,6 +68,7 @@ class PrefillPool(WorkerTable):
         "handover_latency_s": np.float64,
         "handover_groups": np.float64,
         "overlap_share": np.float64,
+        "flow_share": np.float64,
         "flows_in": np.float64,
         "flows_out": np.float64,
         "capacity_blocks": np.float64,
@@ -109,6 +110,7 @@ class PrefillPool(WorkerTable):
     handover_latency_s: FloatArray
     handover_groups: FloatArray
     overlap_share: FloatArray  # of a transfer that hides behind the compute, or of the compute that hides behind it
+    flow_share: FloatArray  # of a step's time, after which the next step of the prompt may begin
     flows_in: FloatArray
     flows_out: FloatArray
     capacity_blocks: FloatArray
@@ -124,6 +126,7 @@ class PrefillPool(WorkerTable):
         self.distrusted = False  # whether any worker's claims are discounted
         self.lower_holders: tuple[Holder, ...] = ()  # host, disk and shared store of each row; empty where nobody has any
         self.chunked = False  # whether any worker cuts prompts into steps
+        self.staged = False  # whether any worker begins a step before it has finished one
         self.layered = False  # whether any worker's transfers overlap its compute
         self.awaits_handover = False  # whether the first token of any worker's prompts leaves its decode worker
 
@@ -150,6 +153,7 @@ class PrefillPool(WorkerTable):
             "kv_bytes_per_token": profile.kv_bytes_per_token,
             "layer_groups": profile.layer_groups,
             "overlap_share": 1.0 - 1.0 / profile.layer_groups,
+            "flow_share": profile.flow_share,
             "capacity_blocks": spec.capacity_blocks.get(Tier.DEVICE, math.inf),
             "accepts": spec.role is not Role.DECODE,
         }
@@ -289,6 +293,7 @@ class PrefillPool(WorkerTable):
         self.distrusted = bool((self.trust < 1.0).any())
         self.awaits_handover = bool(self.handover_groups.any())
         self.chunked = bool((self.chunk_tokens < UNCHUNKED_TOKENS).any())
+        self.staged = bool((self.flow_share < 1.0).any())
         self.layered = bool((self.layer_groups > 1.0).any())
 
     def _check_kept(self) -> None:

@@ -3,10 +3,11 @@
     TTFT = queue time + transfer time + prefill time(prompt length, reused prefix length)
 
 Queue time comes from the pool's belief (`prefill_pool.py`). Prefill time is the fitted form `c0 + c1 (n-p) + c2 (n^2-p^2)`,
-c0 paid once a chunk, times an online correction. Transfer time is bytes over what the path has left (the source's NIC, the
-target's NIC, the tier, each shared with the transfers in flight there) plus a latency. Transfer and compute overlap layer
-group by layer group: with G groups a request pays (T + P) / G + (1 - 1/G) max(T, P), which is T + P for one group and goes
-to max(T, P) for many (Mooncake v3, section 5.2). What `transfer_s` reports is what the transfer adds to the prefill time.
+c0 paid once a chunk, times an online correction; a worker that is a pipeline computes several chunks at once
+(`cost_profile.py`). Transfer time is bytes over what the path has left (the source's NIC, the target's NIC, the tier, each
+shared with the transfers in flight there) plus a latency. Transfer and compute overlap layer group by layer group:
+with G groups a request pays (T + P) / G + (1 - 1/G) max(T, P), which is T + P for one group and goes to max(T, P) for many
+(Mooncake v3, section 5.2). What `transfer_s` reports is what the transfer adds to the prefill time.
 
 Where the first token leaves the decode worker, the hand-over of the whole prompt's KV comes on top, serial or overlapped by
 the same form, and one decode step. It is reckoned at the links' full speed: it lies in the future, and what fills them at
@@ -102,7 +103,20 @@ class PrefillTerms:
         seconds += pool.per_token_s
         seconds *= new_tokens
         seconds += np.ceil(new_tokens / pool.chunk_tokens) * pool.base_s if pool.chunked else pool.base_s
+        if pool.staged:
+            seconds *= pool.flow_share
+            seconds += (1.0 - pool.flow_share) * self._last_step_s(new_tokens)
         seconds *= pool.correction
+        return seconds
+
+    def _last_step_s(self, new_tokens: FloatArray) -> FloatArray:
+        """Predicted time of the last step of so many new tokens, by itself."""
+        pool = self.pool
+        last_tokens = new_tokens - np.maximum(np.ceil(new_tokens / pool.chunk_tokens) - 1.0, 0.0) * pool.chunk_tokens
+        seconds: FloatArray = pool.per_token2_s * (2.0 * self.prompt_tokens - last_tokens)
+        seconds += pool.per_token_s
+        seconds *= last_tokens
+        seconds += pool.base_s
         return seconds
 
     def pull_s(self, tokens: FloatArray) -> FloatArray:

@@ -62,6 +62,14 @@ def test_environment_values_are_yaml_scalars() -> None:
         ),
         ({"CONDUCTOR__WORKERS__PREFILL": "many"}, r"workers.prefill = 'many' .* valid integer"),
         (
+            {"CONDUCTOR__WORKERS__PREFILL_STAGES": "[2, 0]"},
+            r"workers.prefill_stages.1 = 0 \(environment CONDUCTOR__WORKERS__PREFILL_STAGES\) is not allowed: .* or equal to 1",
+        ),
+        (
+            {"CONDUCTOR__WORKERS__PREFILL_STAGES": "2,1,1"},
+            r"workers: prefill_stages is \[2, 1, 1\] and prefill is 2; allowed: one number for all prefill workers, or a list",
+        ),
+        (
             {"CONDUCTOR__SCHEDULER__ADMISSION": "never"},
             r"scheduler: admission is .never.; it must be one of none, on",
         ),
@@ -95,6 +103,12 @@ def test_a_nested_value_leaves_its_neighbours_at_their_defaults() -> None:
     """Setting one weight of a table does not drop the others."""
     config = load(None, {"CONDUCTOR__SCHEDULER__REJECTION_BIAS__2": "2.5"}).config
     assert config.scheduler.rejection_bias == {**Config().scheduler.rejection_bias, Priority.LOW: 2.5}
+
+
+def test_stages_are_given_for_all_prefill_workers_or_for_each() -> None:
+    """One number, several with commas, or a list; CPUs and memory are counted by actors."""
+    found = [load(None, None, {"workers.prefill_stages": given}).config.workers for given in (3, "3", "2,1", [2, 1])]
+    assert [(workers.stages, workers.actors) for workers in found] == [((3, 3), 7)] * 2 + [((2, 1), 4)] * 2
 
 
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:

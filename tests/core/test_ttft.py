@@ -82,3 +82,27 @@ def test_a_pull_hides_behind_the_compute_layer_group_by_layer_group(groups: int)
     bring_s, compute_s = 320 * 1e5 / 1e10, 0.01 + 0.320
     whole_s = (bring_s + compute_s) / groups + (1 - 1 / groups) * max(bring_s, compute_s)
     assert placed.ttft.transfer_s == pytest.approx(whole_s - compute_s)
+
+
+def test_a_worker_in_stages_computes_several_chunks_at_once() -> None:
+    """With 60 % of a chunk's time until the next, four chunks and a short one take that of all, and the rest of the last."""
+    profile = replace(PROFILE, prefill_per_token2_s=1e-8, chunk_tokens=512, flow_share=0.6)
+    whole, last = replace(profile, flow_share=1.0), 2100 - 4 * 512
+    expected_s = 0.6 * whole.prefill_s(2100, 0) + 0.4 * whole.prefill_s(2100, 2100 - last)
+    assert profile.prefill_s(2100, 0) == pytest.approx(expected_s)
+    assert profile.prefill_s(500, 0) == whole.prefill_s(500, 0)
+    slow = replace(PROFILE, prefill_per_token_s=1.0)
+    joins = [*cluster(prefill=1, profile=slow), WorkerJoined(worker("p9", Role.PREFILL, profile=profile), epoch=1)]
+    for tokens in (2100, 500):
+        placed = drive(joins=joins).place(request(tokens=tokens))
+        assert placed.prefill == "p9"
+        assert placed.ttft.prefill_s == pytest.approx(profile.prefill_s(tokens, 0))
+
+
+def test_a_pipeline_is_chosen_where_it_is_sooner() -> None:
+    """Beside a worker that computes a chunk faster: for a prompt of many chunks, not for one of a single chunk."""
+    single = replace(PROFILE, chunk_tokens=512)
+    staged = replace(single, prefill_per_token_s=single.prefill_per_token_s * 1.2, flow_share=0.5)
+    joins = [*cluster(prefill=1, profile=single), WorkerJoined(worker("p9", Role.PREFILL, profile=staged), epoch=1)]
+    chosen = [drive(joins=joins).place(request(tokens=tokens)).prefill for tokens in (512, 8192)]
+    assert chosen == ["p0", "p9"]

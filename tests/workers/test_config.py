@@ -23,6 +23,8 @@ def config(**changes: Any) -> WorkerConfig:
         ({"num_blocks": None}, "exactly one of them"),
         ({"kv_memory_bytes": 1}, "exactly one of them"),
         ({"num_blocks": 0}, "num_blocks is 0"),
+        ({"stages": 0}, "stages is 0; it must be an integer of at least 1"),
+        ({"stages": 2, "role": Role.DECODE}, "stages is 2 for a decode worker; it must be 1"),
         ({"lease_s": 0}, "lease_s is 0; it must be above 0"),
         ({"kv_dtype": "int4"}, "kv_dtype is 'int4'; allowed: float32, bfloat16, float16"),
         ({"transport": "loopback,loopback"}, "each once"),

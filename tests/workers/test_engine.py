@@ -195,10 +195,17 @@ def test_blocks_exported_and_imported_by_hash_are_kept(engine: Engine) -> None:
     output = generate(engine, prompt, 5)
     target = make_engine()
     ids = engine.cache.acquire(prompt.hashes)
-    arrays = engine.cache.read(ids[2:])
-    assert target.cache.import_prefix(prompt.hashes, 2, filled_from(arrays)) is None
+
+    def bring(first: int) -> None:
+        fill = filled_from(engine.cache.read(ids[first:]))
+        kept = target.cache.import_prefix(
+            prompt.hashes, first, lambda into, skip: target.cache.fill(into, lambda blocks: fill(blocks, skip))
+        )
+        assert kept is None
+
+    bring(2)
     assert target.cache.match(prompt.hashes) == 0, "its ancestors are missing"
-    assert target.cache.import_prefix(prompt.hashes, 0, filled_from(engine.cache.read(ids))) is None
+    bring(0)
     engine.cache.release(ids)
     assert (target.cache.match(prompt.hashes), target.cache.pinned) == (5, 0)
     assert generate(target, prompt, 5) == output

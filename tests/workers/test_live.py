@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -231,3 +232,48 @@ async def test_a_request_that_is_cancelled_in_mid_transfer(actors: dict[str, Any
     await asyncio.gather(actors["p0"].cancel.remote("gone", 1), actors["d0"].cancel.remote("gone", 1))
     await until_nothing_is_held(actors["p0"])
     assert (await until_nothing_is_held(actors["d0"]))["cached_idle_blocks"] == 0
+
+
+@pytest.mark.parametrize("transport", ["cma"], indirect=True)
+async def test_a_worker_in_stages_is_one_among_real_actors(actors: dict[str, Any], local_ray: Any, transport: str) -> None:
+    """Miss, hit, a pull from the stages and one to them: the output of no cache each time. They end with the first one."""
+    config = WorkerConfig(
+        worker_id="g0",
+        role=Role.PREFILL,
+        model=DEFAULT_MODEL,
+        num_blocks=24,
+        chunk_tokens=64,
+        profile=PROFILE,
+        transport=transport,
+        stages=2,
+        stage_options=({"num_cpus": 0, "max_concurrency": 100},),
+    )
+    staged = local_ray.remote(PrefillWorker).options(num_cpus=0, max_concurrency=100).remote(config)
+    actors = {**actors, "g0": staged, "p0": staged}
+    await asyncio.gather(*(actors[name].describe.remote() for name in ("g0", "p1", "d0")))
+    gateway = Gateway(actors)
+    for name, prefill, source, reused in (
+        ("miss", "g0", None, 0),
+        ("hit", "g0", None, 128),
+        ("from", "p1", "g0", 128),
+    ):
+        answer = await gateway.run(name, TOKENS, prefill, source)
+        assert ([output.token_id for output in answer], answer[0].reused_tokens) == (uncached(), reused)
+    other = TOKENS[::-1]
+    computed = await gateway.run("other", other, "p1")
+    pulled = await gateway.run("to", other, "g0", "p1")
+    assert [output.token_id for output in pulled] == [output.token_id for output in computed]
+    assert pulled[0].reused_tokens == 128
+    for name in ("g0", "p1", "d0"):
+        await until_nothing_is_held(actors[name])
+    for reader in gateway.readers:
+        reader.cancel()
+    (stage,) = stage_processes()
+    local_ray.kill(staged)
+    await asyncio.to_thread(stage.wait, WAIT_S)
+
+
+def stage_processes() -> list[psutil.Process]:
+    """Of the Ray that this process has started."""
+    processes = psutil.Process().children(recursive=True)
+    return [process for process in processes if "".join(process.cmdline()[:1]).startswith("ray::PrefillStage")]

@@ -185,6 +185,31 @@ def test_no_step_is_longer_than_a_chunk() -> None:
     assert max(max(call.query_lens) for call in model.calls) == 128
 
 
+class FlowingModel(ClockedModel):
+    """Takes the next chunk after a fraction of the time of one that is not waited for, and what is left of the last in full."""
+
+    stages = 4
+
+    def __init__(self, share: float) -> None:
+        super().__init__(slow_calls=0)
+        self._share = share
+
+    def forward(self, batch: ForwardBatch, cache: PagedKVCache, *, on_layer: Callable[[int], None] | None = None) -> Tensor:
+        began_s = self.now
+        logits = super().forward(batch, cache)
+        if not batch.logits:
+            self.now = began_s + self._share * (self.now - began_s)
+        return logits
+
+
+@pytest.mark.parametrize(("share", "found"), [(0.3, 0.3), (0.1, 0.25), (1.2, 1.0)])
+def test_chunks_in_the_flow_of_stages_are_timed_too(share: float, found: float) -> None:
+    """The share of a chunk's time after which the next one follows; four stages cannot take them in less than a quarter."""
+    profile = fit_profile(profiler(FlowingModel(share)).measure(), SHAPE).profile
+    assert profile.flow_share == pytest.approx(found)
+    assert_recovers(profile)
+
+
 def test_transfers_are_timed_by_the_callers_function() -> None:
     """A link of 3 ms and 500 MB/s is found as such."""
     model = ClockedModel()

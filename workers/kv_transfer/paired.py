@@ -63,7 +63,7 @@ class PairedTransports:
 
     def chosen(self) -> dict[str, str]:
         """The transport in use towards each peer that was measured."""
-        return {peer: self._order(peer)[0] for peer in sorted(self._ranked)}
+        return {peer: self.order(peer)[0] for peer in sorted(self._ranked)}
 
     def speed_from(self, peer: str) -> tuple[str, LinkSpeed] | None:
         """How fast KV comes from a peer, over the transport that it came by last that is measured well enough."""
@@ -78,7 +78,11 @@ class PairedTransports:
 
     def offer(self, blocks: KVBlocks, lease_s: float, peer: str | None = None) -> KVTicket:
         """Publish KV for `peer` over what serves it best."""
-        return self._offer(self._order(peer)[0], blocks, lease_s)
+        return self.offer_over(self.order(peer), blocks, lease_s)
+
+    def offer_over(self, names: Sequence[str], blocks: KVBlocks, lease_s: float) -> KVTicket:
+        """Publish KV over the first of `names`."""
+        return self._offer(names[0], blocks, lease_s)
 
     def fetch(self, ticket: KVTicket, into: KVBlocks, timeout_s: float, first: int = 0) -> None:
         """As the contract says. Raises `TransportUnavailable` for a ticket of a transport that is not here."""
@@ -143,7 +147,7 @@ class PairedTransports:
         known = self.shunned(peer, name)
         with self._lock:
             self._shunned_until_s[peer, name] = self._clock() + SHUNNED_S
-        now_used = self._order(peer)[0]
+        now_used = self.order(peer)[0]
         if known or now_used == name:
             return now_used != name
         self.fallbacks += 1
@@ -154,7 +158,7 @@ class PairedTransports:
         with self._lock:
             return self._shunned_until_s.get((peer, name), 0.0) > self._clock()
 
-    def _order(self, peer: str | None) -> list[str]:
+    def order(self, peer: str | None) -> list[str]:
         """The transports for a peer, best first."""
         if peer is None:
             return list(self._transports)
