@@ -142,6 +142,23 @@ def stored_blocks(directory: Path, *, payloads: bool) -> Iterator[Any]:
     return stored_blocks(directory, payloads=payloads)
 
 
+def usable_transports(config: Config) -> str:
+    """The transports that workers would have on this machine, and what `auto` leaves out. Raises `ClusterError` for one that is
+    asked for by name and cannot work here."""
+    from workers.assembly import PROBE
+    from workers.kv_transfer.select import AUTOMATIC, absent_transports
+
+    named = config.workers.transport
+    try:
+        absent = absent_transports(named, PROBE)
+    except ValueError as error:
+        raise ClusterError(f"workers: {error}") from None
+    reasons = "; ".join(absent.values())
+    if absent and named != AUTOMATIC:
+        raise ClusterError(f"workers.transport is {named!r}, and {reasons}")
+    return f"{named}, without {', '.join(absent)} ({reasons})" if absent else named
+
+
 def profile_worker(config: Config, *, fresh: bool) -> dict[str, Any]:
     """The fitted cost profile of a prefill worker of this configuration, measured in this process. Raises `ClusterError`,
     `ModelError` or `ValueError`."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from conductor.cluster import plan_workers
+from conductor.cluster import plan_workers, usable_transports
 from conductor.config import Config
 from conductor.connection import ClusterError
 from conductor.gateway.server import BindError, bind
@@ -42,7 +42,8 @@ def examine(config: Config) -> list[Finding]:
         _attempt("port", lambda: _port(config.gateway.host, config.gateway.port)),
         _attempt("admin port", lambda: _admin_port(config)),
         _attempt("Ray", lambda: _ray(config)),
-        _attempt("workers and transport", lambda: _workers(config)),
+        _attempt("workers", lambda: _workers(config)),
+        _attempt("transports", lambda: usable_transports(config)),
         _attempt("shared memory", lambda: _shared_memory(config)),
         _attempt("model and memory", lambda: _model_and_memory(config)),
     ]
@@ -99,8 +100,7 @@ def _ray(config: Config) -> str:
 
 
 def _workers(config: Config) -> str:
-    plans = plan_workers(config)
-    return f"{len(plans)} workers over {config.workers.transport}"
+    return f"{len(plan_workers(config))} workers can be planned"
 
 
 def _shared_memory(config: Config) -> str:

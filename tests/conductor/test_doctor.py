@@ -21,16 +21,18 @@ def findings(**flags: Any) -> dict[str, doctor.Finding]:
 def test_a_machine_that_serves_passes_every_check() -> None:
     found = findings()
     assert [finding for finding in found.values() if not finding.ok] == []
-    assert {"python", "ray", "torch", "clock", "port", "admin port", "Ray", "workers and transport", "shared memory"} <= set(
-        found
-    )
-    assert "3 workers over object_store" in found["workers and transport"].found
+    checks = {"python", "ray", "torch", "clock", "port", "admin port", "Ray", "workers", "transports", "shared memory"}
+    assert checks <= set(found)
+    assert "3 workers" in found["workers"].found
+    assert found["transports"].found == "object_store,cma"
 
 
 @pytest.mark.parametrize(
     ("flags", "check", "words"),
     [
-        ({"workers__transport": "pigeon"}, "workers and transport", "pigeon"),
+        ({"workers__transport": "pigeon"}, "workers", "pigeon"),
+        ({"workers__transport": "pigeon"}, "transports", "pigeon"),
+        ({"workers__transport": "cma,mooncake_rdma"}, "transports", "mooncake_rdma"),
         ({"cluster__object_store_mib": 10**9}, "shared memory", "object_store_mib"),
         ({"workers__prefill_blocks": 10**9}, "model and memory", "not enough memory"),
         ({"model__name": "/nowhere"}, "model and memory", "/nowhere"),

@@ -87,6 +87,7 @@ TRANSPORTS: dict[str, Callable[[KVDescriptor], KVTransport]] = {
 
 AMONG_OTHERS = TRANSPORTS | {"object_store": _object_store_as_found}
 
+THROUGH_RAY = ("object_store", "rdt_nixl")
 AUTOMATIC = "auto"
 AUTOMATIC_ORDER = ("object_store", "cma", "nixl", "mooncake")
 
@@ -120,6 +121,20 @@ def make_transports(text: str, kv: KVDescriptor, limit: LinkLimit | None = None)
                 raise
             logger.info("not used: %s", error)
     return made
+
+
+def absent_transports(text: str, kv: KVDescriptor) -> dict[str, str]:
+    """Of the transports that `text` names, those that cannot work on this machine, and why. What goes through Ray is not tried,
+    for there may be none yet; it comes with Ray."""
+    absent = {}
+    for name in transport_names(text):
+        if name in THROUGH_RAY:
+            continue
+        try:
+            TRANSPORTS[name](kv).close()
+        except TransportUnavailable as error:
+            absent[name] = str(error)
+    return absent
 
 
 def make_transport(name: str, kv: KVDescriptor, limit: LinkLimit | None = None) -> KVTransport:
