@@ -22,7 +22,7 @@ from models.base import CausalLM, ForwardBatch, KVLayout, PagedKVCache
 from models.config import ModelConfig, Rope
 from models.linear import Linear, Projections
 from models.ops import gated_silu, rms_norm
-from models.paged_attention import PLAIN_SOFTMAX, BatchPlan, Softmax, attend, last_token_plan, plan_batch, write_kv
+from models.paged_attention import BatchPlan, Softmax, attend, last_token_plan, plan_batch, write_kv
 from models.rotary import rotary_tables, rotate
 from models.weights import EMBED, FINAL_NORM, HEAD
 
@@ -77,7 +77,8 @@ class Llama(CausalLM):
         ropes = {window: self._rope(window) for window in set(self._windows)}
         self._tables = {window: rotary_tables(rope, self._like.device, self._like.dtype) for window, rope in ropes.items()}
         gemma = config.gemma
-        self._softmax = PLAIN_SOFTMAX if gemma is None else Softmax(gemma.softmax_scale, gemma.attention_cap)
+        scale, cap = (None, None) if gemma is None else (gemma.softmax_scale, gemma.attention_cap)
+        self._softmax = Softmax(scale, cap, rounded=weight_format != "full")
 
     @property
     def _last(self) -> bool:

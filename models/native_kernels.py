@@ -29,8 +29,8 @@ from models.errors import ModelError
 logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent / "native"
-SOURCES = (FOLDER / "kernels.cpp", FOLDER / "chunks.cpp")
-HEADERS = (FOLDER / "vectors.h",)
+SOURCES = tuple(FOLDER / name for name in ("kernels.cpp", "products.cpp", "int8.cpp", "chunks.cpp"))
+HEADERS = tuple(sorted(FOLDER.glob("*.h")))
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 LINK = ("-fopenmp", "-shared", "-fPIC")
 GROUP = 32  # elements of a row of weights or activations that share a scale
@@ -56,7 +56,7 @@ _SIGNATURES = {
     "attend_chunk": (
         *(_pointer, _size, _pointer, _int, _pointer),
         *([_size] * 8),
-        *(_float, _float, _pointer, _int),
+        *(_float, _float, _int, _pointer, _int),
     ),
 }
 
@@ -142,13 +142,16 @@ class Kernels:
         )
         return out
 
-    def attend_chunk(self, queries: Tensor, layer: Tensor, seen: Seen, scale: float, cap: float | None, out: Tensor) -> None:
-        """Attention of the queries [tokens, heads, dim] of one sequence's last tokens, into `out` of the same shape."""
+    def attend_chunk(
+        self, queries: Tensor, layer: Tensor, seen: Seen, softmax: tuple[float, float | None], out: Tensor, *, rounded: bool
+    ) -> None:
+        """Attention of the queries [tokens, heads, dim] of one sequence's last tokens, into `out` of the same shape. `softmax`:
+        the logits' scale, and their cap or None. `rounded`: multiplied in 16 bits, which is half the work."""
         tokens, heads, dim = queries.shape
         self._library.attend_chunk(
             *(queries.data_ptr(), queries.stride(0), layer.data_ptr(), layer.dtype is torch.bfloat16, seen.table.data_ptr()),
             *(layer.shape[1], tokens, seen.total, seen.first, seen.window or seen.total, heads, layer.shape[3], dim),
-            *(scale, cap or 0.0, out.data_ptr(), torch.get_num_threads()),
+            *(softmax[0], softmax[1] or 0.0, rounded, out.data_ptr(), torch.get_num_threads()),
         )
 
 

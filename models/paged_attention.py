@@ -247,10 +247,12 @@ def write_kv(layer: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None
 @dataclass(frozen=True, slots=True)
 class Softmax:
     """How logits become weights: times `scale` (None: one over the root of the head's size), and squeezed by tanh into
-    `cap` where a model was trained so."""
+    `cap` where a model was trained so. `rounded`: native kernels may multiply a chunk's queries, keys, weights and values in 16
+    bits, for models whose weights are rounded further."""
 
     scale: float | None = None
     cap: float | None = None
+    rounded: bool = False
 
     def scale_of(self, queries: Tensor) -> float:
         return queries.shape[-1] ** -0.5 if self.scale is None else self.scale
@@ -270,8 +272,8 @@ def attend(queries: Tensor, layer: Tensor, plan: BatchPlan, softmax: Softmax = P
         if kernels is None:
             out[rows] = _attend_chunk(queries[rows], layer, chunk, softmax)
         else:
-            scale = softmax.scale_of(queries)
-            kernels.attend_chunk(queries[rows], layer, chunk.seen, scale, softmax.cap, out[rows])
+            rules = (softmax.scale_of(queries), softmax.cap)
+            kernels.attend_chunk(queries[rows], layer, chunk.seen, rules, out[rows], rounded=softmax.rounded)
     if plan.decode is not None:
         out[plan.decode.rows] = _attend_decode(queries[plan.decode.rows], layer, plan.decode, softmax)
     return out

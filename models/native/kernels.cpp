@@ -1,16 +1,13 @@
 // The inner loops of decoding on a CPU, for float32 activations. Plain C interface; `models/native_kernels.py` builds and calls it.
 //
 // Every result is computed in an order that depends on neither the batch nor the number of threads, so that a sequence gets
-// the same bits whoever it is batched with. Vectors are the compiler's own type, as wide as the processor's; the one exception
-// is the integer product, where AVX-512 and AVX2 are named and give the same integers.
+// the same bits whoever it is batched with. Vectors are the compiler's own type, as wide as the processor's.
 
 #include "vectors.h"
 
 namespace {
 
-constexpr int TILE = 16;   // outputs of an int8 matrix whose weights lie together
-constexpr int GROUP = 32;  // elements of a row that share a scale
-constexpr int PARTS = TILE / LANES;
+constexpr int PARTS = 16 / LANES;
 
 // ---- float32 products of a few rows: weights stay as they lie in the file --------------------------------------------------
 
@@ -40,120 +37,6 @@ void rows_float(const float* x, const float* w, const float* bias, float* y, int
         y[r * n + column + c] = total + (bias ? bias[column + c] : 0.0f);
       }
   }
-}
-
-// ---- int8 weights, 16-bit activations ---------------------------------------------------------------------------------------
-
-// acc[lane] += a.low * w[2 * lane] + a.high * w[2 * lane + 1], the two 16-bit halves of `a` and 8-bit weights.
-#if defined(__AVX512F__) && defined(__AVX512BW__)
-typedef __m512i Sums;
-inline Sums widen(const int8_t* w) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w))); }
-inline void dot(Sums& acc, int32_t a, const Sums& w) {
-#if defined(__AVX512VNNI__)
-  acc = _mm512_dpwssd_epi32(acc, w, _mm512_set1_epi32(a));
-#else
-  acc = _mm512_add_epi32(acc, _mm512_madd_epi16(w, _mm512_set1_epi32(a)));
-#endif
-}
-constexpr int MAX_ROWS = 6, WIDE = 2;
-#elif defined(__AVX2__)
-typedef __m256i Sums;
-inline Sums widen(const int8_t* w) { return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w))); }
-inline void dot(Sums& acc, int32_t a, const Sums& w) {
-  acc = _mm256_add_epi32(acc, _mm256_madd_epi16(w, _mm256_set1_epi32(a)));
-}
-constexpr int MAX_ROWS = 3, WIDE = 1;
-#else
-struct Pairs { Ints even, odd; };
-typedef Ints Sums;
-inline Pairs widen(const int8_t* w) {
-  Pairs out;
-  for (int lane = 0; lane < LANES; ++lane) out.even[lane] = w[2 * lane], out.odd[lane] = w[2 * lane + 1];
-  return out;
-}
-inline void dot(Sums& acc, int32_t a, const Pairs& w) {
-  acc += w.even * static_cast<int32_t>(static_cast<int16_t>(a & 0xffff)) + w.odd * (a >> 16);
-}
-constexpr int MAX_ROWS = 3, WIDE = 1;
-#endif
-
-inline Floats floats(const Sums& acc) { return __builtin_convertvector(reinterpret_cast<const Ints&>(acc), Floats); }
-
-// Rows in 16 bits, a scale for each group, padded with zeros to whole groups.
-struct Rows {
-  const int16_t* values;
-  const float* scales;
-  int64_t groups;
-};
-
-void quantise_row(const float* x, int64_t k, int64_t groups, int16_t* values, float* scales) {
-  for (int64_t group = 0; group < groups; ++group) {
-    const int64_t start = group * GROUP, count = std::min<int64_t>(GROUP, k - start);
-    float largest = 0.0f;
-    for (int64_t i = 0; i < count; ++i) largest = std::max(largest, std::fabs(x[start + i]));
-    const float inverse = largest > 0.0f ? 32767.0f / largest : 0.0f;
-    for (int64_t i = 0; i < count; ++i) values[start + i] = static_cast<int16_t>(std::nearbyintf(x[start + i] * inverse));
-    for (int64_t i = count; i < GROUP; ++i) values[start + i] = 0;
-    scales[group] = largest / 32767.0f;
-  }
-}
-
-// ROWS rows by TILES tiles of 16 outputs. A tile is [groups][16 pairs of inputs][16 outputs][2], its scales [groups][16].
-template <int ROWS, int TILES>
-void tiles_int8(const Rows& x, const int8_t* packed, const float* scales, Floats (&out)[ROWS][TILES * PARTS]) {
-  constexpr int COLUMNS = TILES * PARTS;
-  for (int64_t group = 0; group < x.groups; ++group) {
-    Sums acc[ROWS][COLUMNS] = {};
-    const int8_t* weights[COLUMNS];
-    for (int c = 0; c < COLUMNS; ++c)
-      weights[c] = packed + (c / PARTS * x.groups + group) * TILE * GROUP + c % PARTS * 2 * LANES;
-    for (int pair = 0; pair < GROUP / 2; ++pair) {
-      decltype(widen(packed)) wide[COLUMNS];
-      for (int c = 0; c < COLUMNS; ++c) wide[c] = widen(weights[c] + pair * 2 * TILE);
-      for (int r = 0; r < ROWS; ++r) {
-        int32_t a;
-        std::memcpy(&a, x.values + (r * x.groups + group) * GROUP + 2 * pair, sizeof a);
-        for (int c = 0; c < COLUMNS; ++c) dot(acc[r][c], a, wide[c]);
-      }
-    }
-    for (int c = 0; c < COLUMNS; ++c) {
-      const Floats scale = load(scales + (c / PARTS * x.groups + group) * TILE + c % PARTS * LANES);
-      for (int r = 0; r < ROWS; ++r) out[r][c] += floats(acc[r][c]) * (scale * x.scales[r * x.groups + group]);
-    }
-  }
-}
-
-struct Int8Matrix {
-  const int8_t* packed;
-  const float* scales;
-  const float* bias;
-  int64_t n;
-};
-
-template <int ROWS, int TILES>
-void block_int8(const Rows& x, const Int8Matrix& w, float* y, int64_t tile) {
-  Floats out[ROWS][TILES * PARTS] = {};
-  tiles_int8<ROWS, TILES>(x, w.packed + tile * x.groups * TILE * GROUP, w.scales + tile * x.groups * TILE, out);
-  for (int c = 0; c < TILES * PARTS; ++c) {
-    const int64_t first = tile * TILE + c * LANES, count = std::min<int64_t>(LANES, w.n - first);
-    for (int r = 0; r < ROWS; ++r)
-      for (int64_t lane = 0; lane < count; ++lane)
-        y[r * w.n + first + lane] = out[r][c][lane] + (w.bias ? w.bias[first + lane] : 0.0f);
-  }
-}
-
-template <int ROWS>
-void rows_int8(const Rows& x, const Int8Matrix& w, float* y, int64_t first, int64_t last) {
-  int64_t tile = first;
-  for (; tile + WIDE <= last; tile += WIDE) block_int8<ROWS, WIDE>(x, w, y, tile);
-  if constexpr (WIDE > 1)
-    for (; tile < last; ++tile) block_int8<ROWS, 1>(x, w, y, tile);
-}
-
-template <int ROWS>
-void few_rows_int8(const Rows& x, const Int8Matrix& w, float* y, int64_t rows, int64_t first, int64_t last) {
-  if (rows == ROWS) return rows_int8<ROWS>(x, w, y, first, last);
-  if constexpr (ROWS > 1) few_rows_int8<ROWS - 1>(x, w, y, rows, first, last);
 }
 
 // ---- attention of one new token a sequence over paged KV --------------------------------------------------------------------
@@ -328,28 +211,6 @@ void linear_float(const float* x, const float* w, const float* bias, float* y, i
     for (; row + 4 <= m; row += 4) rows_float<4>(x + row * k, w, bias, y + row * n, k, n, first, last);
     for (; row + 2 <= m; row += 2) rows_float<2>(x + row * k, w, bias, y + row * n, k, n, first, last);
     for (; row < m; ++row) rows_float<1>(x + row * k, w, bias, y + row * n, k, n, first, last);
-  }
-}
-
-void linear_int8(const float* x, const int8_t* packed, const float* scales, const float* bias, float* y, int64_t m, int64_t k,
-                 int64_t n, int threads) {
-  const int64_t groups = (k + GROUP - 1) / GROUP, tiles = (n + TILE - 1) / TILE;
-  std::vector<int16_t> values(m * groups * GROUP);
-  std::vector<float> row_scales(m * groups);
-  const Int8Matrix w{packed, scales, bias, n};
-  constexpr int64_t width = 2;  // tiles that one task computes for all rows, so that their weights stay near
-#pragma omp parallel num_threads(threads)
-  {
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < m; ++row)
-      quantise_row(x + row * k, k, groups, values.data() + row * groups * GROUP, row_scales.data() + row * groups);
-#pragma omp for schedule(static)
-    for (int64_t chunk = 0; chunk < (tiles + width - 1) / width; ++chunk)
-      for (int64_t row = 0; row < m; row += MAX_ROWS) {
-        const Rows rows{values.data() + row * groups * GROUP, row_scales.data() + row * groups, groups};
-        few_rows_int8<MAX_ROWS>(rows, w, y + row * n, std::min<int64_t>(MAX_ROWS, m - row), chunk * width,
-                                std::min((chunk + 1) * width, tiles));
-      }
   }
 }
 

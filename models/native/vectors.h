@@ -56,6 +56,16 @@ inline float sum(Floats value) {
 #endif
 }
 
+inline float largest_of(Floats value) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  return _mm512_reduce_max_ps(reinterpret_cast<__m512&>(value));
+#else
+  for (int width = LANES / 2; width; width /= 2)
+    for (int lane = 0; lane < width; ++lane) value[lane] = std::max<float>(value[lane], value[lane + width]);
+  return value[0];
+#endif
+}
+
 inline uint16_t to_bfloat16(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);

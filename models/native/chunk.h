@@ -1,0 +1,123 @@
+// What a prefill chunk's attention goes by, whatever numbers its tiles are kept in: who sees what, and the softmax as it goes.
+
+#pragma once
+
+#include "tiles.h"
+
+namespace {
+
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+constexpr int QUERIES = 6, BREADTH = 4;  // rows and vectors that are accumulated in registers
+#else
+constexpr int QUERIES = 6, BREADTH = 2;
+#endif
+constexpr int64_t KEYS = 64;  // tokens of a tile of keys and values; tiles begin at multiples of it
+
+constexpr float LOG2_E = 1.44269504088896341f;
+
+// The new tokens of one sequence, the last `m` of `total`. A token sees `window` tokens back, itself among them, from `first` on.
+struct Chunk {
+  const void* cache;
+  bool bfloat16;
+  const int64_t* table;
+  int64_t block_tokens, m, total, first, window, heads, kv_heads;
+  float scale, cap;  // cap 0: none
+};
+
+// 2^x for x <= 0, to about two parts in 10^7: logits come scaled for it.
+inline Floats power_of_two(Floats x) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  const __m512 bounded = _mm512_max_ps(reinterpret_cast<__m512&>(x), _mm512_set1_ps(-126.0f));
+  const __m512 whole = _mm512_roundscale_ps(bounded, 0);
+  const Floats r = reinterpret_cast<const Floats&>(bounded) - reinterpret_cast<const Floats&>(whole);
+#else
+  x = x < -126.0f ? splat(-126.0f) : x;
+  const Ints whole = __builtin_convertvector(x - 0.5f, Ints);  // towards zero, which is rounding to nearest here
+  const Floats r = x - __builtin_convertvector(whole, Floats);
+#endif
+  Floats p = splat(1.3390863e-3f);  // least error on [-1/2, 1/2]
+  p = p * r + 9.6760319e-3f;
+  p = p * r + 5.5503571e-2f;
+  p = p * r + 2.4022107e-1f;
+  p = p * r + 6.9314719e-1f;
+  p = p * r + 1.0f;
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  const __m512 scaled = _mm512_scalef_ps(reinterpret_cast<__m512&>(p), whole);
+  return reinterpret_cast<const Floats&>(scaled);
+#else
+  const Ints power = (whole + 127) << 23;
+  Floats scale;
+  std::memcpy(&scale, &power, sizeof scale);
+  return p * scale;
+#endif
+}
+
+inline Floats capped(Floats logits, float cap) {  // tanh(logits / cap) * cap
+  const Floats x = logits * (1.0f / cap), magnitude = x < 0.0f ? -x : x;
+  const Floats shrunk = exponential(magnitude * -2.0f), squeezed = (1.0f - shrunk) / (1.0f + shrunk) * cap;
+  return x < 0.0f ? -squeezed : squeezed;
+}
+
+// Some rows of a task (a row: a query head of a token), what they have gathered so far, and what each sees of a tile.
+struct RowBlock {
+  float* gathered;                   // [QUERIES][DIM]
+  float* largest;                    // [QUERIES]
+  float* totals;                     // [QUERIES][LANES], lanes still apart
+  int begin[QUERIES], end[QUERIES];
+
+  bool sees(int r) const { return begin[r] < end[r]; }
+  int last() const {
+    int last = 0;
+    for (int r = 0; r < QUERIES; ++r) last = sees(r) ? std::max(last, end[r]) : last;
+    return last;
+  }
+};
+
+// One row's logits over a tile become weights relative to the largest so far; what was gathered before follows suit.
+template <int DIM>
+void weigh(float* weights, float cap, RowBlock& rows, int r) {
+  if (!rows.sees(r)) {
+    std::memset(weights, 0, KEYS * sizeof(float));
+    return;
+  }
+  const int begin = rows.begin[r], end = rows.end[r];
+  if (cap > 0.0f)
+    for (int i = 0; i < KEYS; i += LANES) store(weights + i, capped(load(weights + i), cap) * LOG2_E);
+  for (int i = 0; i < begin; ++i) weights[i] = -INFINITY;
+  for (int i = end; i < KEYS; ++i) weights[i] = -INFINITY;
+  Floats most = load(weights);
+  for (int i = LANES; i < KEYS; i += LANES) most = load(weights + i) > most ? load(weights + i) : most;
+  const float before = rows.largest[r], largest = std::max(before, largest_of(most));
+  if (largest > before) {
+    const float shrunk = before == -INFINITY ? 0.0f : power_of_two(splat(before - largest))[0];
+    store(rows.totals + r * LANES, load(rows.totals + r * LANES) * shrunk);
+    for (int i = 0; i < DIM; i += LANES) store(rows.gathered + r * DIM + i, load(rows.gathered + r * DIM + i) * shrunk);
+    rows.largest[r] = largest;
+  }
+  for (int i = 0; i < KEYS; i += LANES) store(weights + i, power_of_two(load(weights + i) - largest));
+  for (int i = 0; i < begin; ++i) weights[i] = 0.0f;
+  for (int i = end; i < KEYS; ++i) weights[i] = 0.0f;
+  Floats total = load(rows.totals + r * LANES);
+  for (int i = 0; i < KEYS; i += LANES) total += load(weights + i);
+  store(rows.totals + r * LANES, total);
+}
+
+// Where a token's keys and values lie, of all heads.
+template <typename T>
+inline const T* token_of(const Chunk& p, int64_t token, int64_t dim) {
+  const int64_t block = p.table[token / p.block_tokens];
+  return static_cast<const T*>(p.cache) + (block * p.block_tokens + token % p.block_tokens) * 2 * p.kv_heads * dim;
+}
+
+// Has the keys and values of a KV head come from memory while something else is computed.
+template <typename T, int DIM>
+void fetch(const Chunk& p, int64_t kv_head, int64_t token) {
+  constexpr int LINE = 64 / sizeof(T);
+  const T* from = token_of<T>(p, token, DIM) + kv_head * DIM;
+  for (int i = 0; i < DIM; i += LINE) {
+    __builtin_prefetch(from + i, 0, 2);
+    __builtin_prefetch(from + p.kv_heads * DIM + i, 0, 2);
+  }
+}
+
+}  // namespace
