@@ -11,6 +11,8 @@ constexpr int PARTS = 16 / LANES;
 
 // ---- float32 products of a few rows: weights stay as they lie in the file --------------------------------------------------
 
+constexpr int64_t FETCHED = 8192;  // weights between those computed with and those fetched from memory, into the larger cache
+
 template <int ROWS>
 void rows_float(const float* x, const float* w, const float* bias, float* y, int64_t k, int64_t n, int64_t first, int64_t last) {
   constexpr int COLUMNS = ROWS * 4 * PARTS <= 16 ? 4 : 2;
@@ -23,16 +25,18 @@ void rows_float(const float* x, const float* w, const float* bias, float* y, int
       Floats weights[COLUMNS];
       for (int c = 0; c < COLUMNS; ++c) {
         weights[c] = load(rows[c] + i);
-        __builtin_prefetch(rows[c] + COLUMNS * k + i);  // of the next columns, which follow these
+        __builtin_prefetch(rows[c] + FETCHED + i, 0, 2);
       }
       for (int r = 0; r < ROWS; ++r) {
         const Floats value = load(x + r * k + i);
         for (int c = 0; c < COLUMNS; ++c) acc[r][c] += value * weights[c];
       }
     }
+    float totals[ROWS * COLUMNS];
+    sum_each<ROWS * COLUMNS>(acc[0], totals);
     for (int c = 0; c < COLUMNS && column + c < last; ++c)
       for (int r = 0; r < ROWS; ++r) {
-        float total = sum(acc[r][c]);
+        float total = totals[r * COLUMNS + c];
         for (int64_t i = whole; i < k; ++i) total += x[r * k + i] * rows[c][i];
         y[r * n + column + c] = total + (bias ? bias[column + c] : 0.0f);
       }
@@ -79,6 +83,7 @@ void logits_of(const Tokens<T>& tokens, const float* queries, int64_t share, flo
     for (int i = 0; i < WIDTH; ++i) {
       key[i] = load(from + i * LANES);
       __builtin_prefetch(later + i * LANES);
+      __builtin_prefetch(later + tokens.values - tokens.keys + i * LANES, 0, 2);
     }
     for (int64_t h = 0; h < share; ++h) {
       Floats products = load(queries + h * DIM) * key[0];

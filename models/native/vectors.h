@@ -56,6 +56,35 @@ inline float sum(Floats value) {
 #endif
 }
 
+// totals[i] = sum(values[i]), to the same bits; sixteen at a time go onto each other together.
+template <int COUNT>
+[[gnu::always_inline]] inline void sum_each(const Floats* values, float* totals) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  if constexpr (COUNT == 16) {
+    const auto at = [&](int i) { return reinterpret_cast<const __m512&>(values[i]); };
+    __m512 fours[4], twos[2];
+    for (int i = 0; i < 4; ++i) {
+      __m512 eights[2];
+      for (int half = 0; half < 2; ++half) {
+        const __m512 a = at(4 * i + 2 * half), b = at(4 * i + 2 * half + 1);
+        eights[half] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+      }
+      const __m512 low = _mm512_shuffle_f32x4(eights[0], eights[1], 0x88), high = _mm512_shuffle_f32x4(eights[0], eights[1], 0xdd);
+      fours[i] = _mm512_add_ps(low, high);
+    }
+    for (int i = 0; i < 2; ++i) {
+      const __m512d a = _mm512_castps_pd(fours[2 * i]), b = _mm512_castps_pd(fours[2 * i + 1]);
+      twos[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    float found[16];
+    _mm512_storeu_ps(found, _mm512_add_ps(_mm512_shuffle_ps(twos[0], twos[1], 0x88), _mm512_shuffle_ps(twos[0], twos[1], 0xdd)));
+    for (int i = 0; i < 16; ++i) totals[i] = found[i % 4 * 4 + i / 4];
+    return;
+  }
+#endif
+  for (int i = 0; i < COUNT; ++i) totals[i] = sum(values[i]);
+}
+
 inline float largest_of(Floats value) {
 #if defined(__AVX512F__) && defined(__AVX512BW__)
   return _mm512_reduce_max_ps(reinterpret_cast<__m512&>(value));
