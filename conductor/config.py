@@ -78,7 +78,9 @@ class ModelSection(Section):
     name: str = Field(default="smollm2-135m", min_length=1, description="built-in model, or a local Hugging Face folder")
     compute_dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="type of weights and activations")
     kv_dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="type in which KV is stored")
-    weights: Literal["full", "int8"] = Field(default="full", description="weights as they are, or int8 for float32 on a CPU")
+    weights: Literal["full", "int8", "int4"] = Field(
+        default="full", description="weights as they are, or in fewer bits for float32 on a CPU; int4 is for files in Q4_1"
+    )
 
 
 def _several(value: Any) -> Any:

@@ -97,7 +97,7 @@ def model_card(folder: ModelFolder, tokenizer: TextTokenizer, kv_dtype: str, wei
             tokenizer.fingerprint,
             kv_dtype,
             f"{config.layout_name}-{config.layout_version}",
-            *(() if weight_format != "int8" else (f"weights-{weight_format}",)),
+            *(() if weight_format == "full" else (f"weights-{weight_format}",)),
         ),
     )
 

@@ -43,7 +43,7 @@ def load_model(
     share: Share = WHOLE,
 ) -> LoadedModel:
     """Load a model, or a share of its layers. Dtypes are named: float32, bfloat16, float16; weights stay as they are in full,
-    or become int8, which is for float32 on the CPU. Raises `ModelError` with one line for people."""
+    or become int8 or int4, which is for float32 on the CPU. Raises `ModelError` with one line for people."""
     _check_weight_format(weight_format, device, dtype)
     folder = find_model(name_or_path)
     tokenizer = load_tokenizer_folder(folder.path)

@@ -29,7 +29,7 @@ from models.errors import ModelError
 logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent / "native"
-SOURCES = tuple(FOLDER / name for name in ("kernels.cpp", "products.cpp", "int8.cpp", "chunks.cpp"))
+SOURCES = tuple(FOLDER / name for name in ("kernels.cpp", "products.cpp", "few_bits.cpp", "chunks.cpp"))
 HEADERS = tuple(sorted(FOLDER.glob("*.h")))
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 LINK = ("-fopenmp", "-shared", "-fPIC")
@@ -45,6 +45,7 @@ _SIGNATURES = {
     "linear_float": (*[_pointer] * 4, *[_size] * 3, _int),
     "linear_many": (*[_pointer] * 4, *[_size] * 3, _int),
     "linear_int8": (*[_pointer] * 5, *[_size] * 3, _int),
+    "linear_int4": (*[_pointer] * 6, *[_size] * 3, _int),
     "rms_norm": (*[_pointer] * 3, *[_size] * 2, _float, _int),
     "gate": (*[_pointer] * 2, *[_size] * 2, _int),
     "rotate_and_store": (*[_pointer] * 4, _int, _pointer, *[_size] * 4, _int),
@@ -101,6 +102,16 @@ class Kernels:
         y = x.new_empty(rows, outputs)
         pointers = (x.data_ptr(), packed.data_ptr(), scales.data_ptr(), _address(bias), y.data_ptr())
         self._library.linear_int8(*pointers, rows, inputs, outputs, torch.get_num_threads())
+        return y
+
+    def linear_int4(
+        self, x: Tensor, packed: Tensor, scales: tuple[Tensor, Tensor], bias: Tensor | None, outputs: int
+    ) -> Tensor:
+        """The same for 4-bit weights; `scales`: what their steps are multiplied with, and what is added then."""
+        rows, inputs = x.shape
+        y = x.new_empty(rows, outputs)
+        pointers = (x.data_ptr(), packed.data_ptr(), scales[0].data_ptr(), scales[1].data_ptr(), _address(bias), y.data_ptr())
+        self._library.linear_int4(*pointers, rows, inputs, outputs, torch.get_num_threads())
         return y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -14,7 +14,7 @@ from workers.kv_store.settings import StoreSettings
 from workers.kv_transfer.select import transport_names
 from workers.kv_transfer.throttled import LinkLimit
 
-WEIGHT_FORMATS = ("full", "int8")
+WEIGHT_FORMATS = ("full", "int8", "int4")
 DTYPES = ("float32", "bfloat16", "float16")
 
 

@@ -6,13 +6,26 @@
 
 namespace {
 
+struct Nibbles {  // a pair of 4-bit weights, none below zero; the low half comes first
+  uint8_t both;
+};
+
+template <typename Weight>
+constexpr int WEIGHTS_IN = 1;
+template <>
+constexpr int WEIGHTS_IN<Nibbles> = 2;
+
 // dot: acc[lane] + a.low * w[2 * lane] + a.high * w[2 * lane + 1], the two 16-bit halves of `a` and pairs of weights.
-// pairs: such weights from memory, of 8 bits or 16. put_rounded: to the nearest integers.
+// pairs: such weights from memory, of 4, 8 or 16 bits. put_rounded: to the nearest integers.
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 typedef __m512i Sums;
 typedef __m512i Pairs;
 inline Pairs pairs(const int8_t* w) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w))); }
 inline Pairs pairs(const int16_t* w) { return _mm512_loadu_si512(w); }
+inline Pairs pairs(const Nibbles* w) {
+  const __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w)));
+  return _mm512_and_si512(_mm512_or_si512(both, _mm512_slli_epi32(both, 12)), _mm512_set1_epi32(0x000f000f));
+}
 inline Sums dot(Sums acc, int32_t a, Pairs w) {
 #if defined(__AVX512VNNI__)
   asm("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(_mm512_set1_epi32(a)));  // of the intrinsic GCC spills the sums
@@ -29,6 +42,10 @@ typedef __m256i Sums;
 typedef __m256i Pairs;
 inline Pairs pairs(const int8_t* w) { return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w))); }
 inline Pairs pairs(const int16_t* w) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w)); }
+inline Pairs pairs(const Nibbles* w) {
+  const __m256i both = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(w)));
+  return _mm256_and_si256(_mm256_or_si256(both, _mm256_slli_epi32(both, 12)), _mm256_set1_epi32(0x000f000f));
+}
 inline Sums dot(Sums acc, int32_t a, Pairs w) {
   return _mm256_add_epi32(acc, _mm256_madd_epi16(w, _mm256_set1_epi32(a)));
 }
@@ -44,6 +61,11 @@ template <typename T>
 inline Pairs pairs(const T* w) {
   Pairs out;
   for (int lane = 0; lane < LANES; ++lane) out.even[lane] = w[2 * lane], out.odd[lane] = w[2 * lane + 1];
+  return out;
+}
+inline Pairs pairs(const Nibbles* w) {
+  Pairs out;
+  for (int lane = 0; lane < LANES; ++lane) out.even[lane] = w[lane].both & 15, out.odd[lane] = w[lane].both >> 4;
   return out;
 }
 inline Sums dot(Sums acc, int32_t a, Pairs w) {

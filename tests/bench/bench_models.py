@@ -43,7 +43,7 @@ ROUNDS = 3
 THREADS = tuple(int(count) for count in os.environ.get("CONDUCTOR_BENCH_THREADS", "2,1").split(","))
 CLOCK_NAME = os.environ.get("CONDUCTOR_BENCH_CLOCK", "wall")
 CLOCK = {"wall": time.perf_counter, "cpu": time.process_time}[CLOCK_NAME]
-WEIGHTS = ("full", "int8")
+WEIGHTS = ("full", "int8", "int4")
 BOUNDS = {  # least ratio of our rate to the peer's
     "llama.cpp": {"prefill 512": 2.0, "prefill 2048": 2.0, "prefill 8192": 1.5, "decode 1 at 256": 0.6},
     "vLLM": {"prefill 512": 1.0, "prefill 2048": 1.0, "decode 1 at 256": 2.0, "decode 8 at 256": 1.2},
@@ -161,11 +161,14 @@ def ratio_figures(rounds: Sequence[Mapping[str, Rates]], weights: Sequence[str],
     return figures
 
 
-def weight_figures(exact: TextScore, rounded: TextScore) -> list[Figure]:
-    rise, note = 100 * rounded.rise(exact).value, f"perplexity {exact.perplexity:.3f} in full, {rounded.perplexity:.3f} in int8"
+def weight_figures(name: str, exact: TextScore, rounded: TextScore) -> list[Figure]:
+    rise, note = (
+        100 * rounded.rise(exact).value,
+        f"perplexity {exact.perplexity:.3f} in full, {rounded.perplexity:.3f} in {name}",
+    )
     return [
-        at_most("int8 weights: perplexity rise", rise, 1.0, "%", note),
-        at_least("int8 weights: top-1 agreement", 100 * rounded.agreement(exact), 97.0, "%"),
+        at_most(f"{name} weights: perplexity rise", rise, 1.0, "%", note),
+        at_least(f"{name} weights: top-1 agreement", 100 * rounded.agreement(exact), 97.0, "%"),
     ]
 
 
@@ -191,7 +194,8 @@ def run() -> Report:
     models = {name: each.model for name, each in loaded.items()}
     text = loaded["full"].tokenizer.encode(SAMPLE.read_text())
     with torch_threads(max(THREADS)):
-        exact, rounded = (score_text(models[name], text) for name in WEIGHTS)
-        quality = [*weight_figures(exact, rounded), *kv_figures(models["full"], text, exact)]
+        exact = score_text(models["full"], text)
+        quality = [figure for name in WEIGHTS[1:] for figure in weight_figures(name, exact, score_text(models[name], text))]
+        quality += kv_figures(models["full"], text, exact)
     speed = [figure for threads in THREADS for figure in speed_figures(models, threads)]
     return Report("models", [*speed, *quality], "python -m tests.bench models")

@@ -11,7 +11,7 @@ from models.base import CausalLM, ForwardBatch
 from tests.models.builders import new_cache, run
 
 CLOSE = 1e-4  # of logits, absolute and relative
-ROUNDED_CLOSE = 2e-3  # where activations are rounded: sums in another order may fall on the other side of a step
+ROUNDED_CLOSE = 6e-3  # where activations are rounded: attention of a chunk in 16 bits, of a single token not at all
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from models import native_kernels
 from models.base import ForwardBatch, PagedKVCache
-from models.linear import FloatLinear, Int8Linear
+from models.linear import FloatLinear, Int4Linear, Int8Linear
 from models.load import load_model
 from models.native_kernels import FLAGS, HEAD_DIMS, BuildError, Kernels, build
 from models.paged_attention import Softmax, attend, plan_batch, write_kv
@@ -67,6 +67,32 @@ def test_int8_products_are_those_of_the_rounded_weights(
     linear = Int8Linear(weight, random(outputs, seed=2) if biased else None)
     found = kernels.linear_int8(x, linear.packed, linear.scales, linear.bias, outputs)
     torch.testing.assert_close(found, F.linear(x, linear.expanded(), linear.bias), atol=2e-3, rtol=2e-4)
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 64, 48), (7, 40, 33), (13, 576, 100)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_int4_products_are_those_of_the_rounded_weights(
+    kernels: Kernels, rows: int, inputs: int, outputs: int, biased: bool
+) -> None:
+    linear = Int4Linear(random(outputs, inputs, seed=1), random(outputs, seed=2) if biased else None)
+    x = random(rows, inputs)
+    found = kernels.linear_int4(x, linear.packed, (linear.scales, linear.least), linear.bias, outputs)
+    torch.testing.assert_close(found, F.linear(x, linear.expanded(), linear.bias), atol=2e-3, rtol=2e-4)
+    alone = kernels.linear_int4(x[:1].contiguous(), linear.packed, (linear.scales, linear.least), linear.bias, outputs)
+    assert torch.equal(alone[0], found[0])
+
+
+def test_int4_keeps_weights_of_sixteen_steps_as_they_are() -> None:
+    """Such as come from a Q4_1 file; others are off by half a step of their group."""
+    steps = torch.randint(0, 16, (20, 64), generator=torch.Generator().manual_seed(4))
+    steps[:, ::32], steps[:, 1::32] = 0, 15
+    scales = random(20, 2, seed=5).abs().repeat_interleave(32, dim=1)
+    weight = steps * scales - 0.3
+    torch.testing.assert_close(Int4Linear(weight).expanded(), weight, atol=1e-6, rtol=1e-6)
+    free = random(20, 64)
+    spread = free.unflatten(1, (-1, 32)).amax(dim=-1) - free.unflatten(1, (-1, 32)).amin(dim=-1)
+    assert bool(((Int4Linear(free).expanded() - free).abs() <= (spread / 30 * 1.01).repeat_interleave(32, dim=1)).all())
+    assert torch.equal(Int4Linear(torch.zeros(3, 5)).expanded(), torch.zeros(3, 5))
 
 
 def test_int8_products_have_the_same_bits_on_every_processor() -> None:

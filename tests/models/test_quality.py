@@ -100,10 +100,14 @@ def test_fp4_is_not_fit_for_this_models_keys_and_values(default_model: LoadedMod
 
 
 @pytest.mark.slow
-def test_int8_weights_cost_less_than_one_per_cent(default_model: LoadedModel, exact: TextScore) -> None:
+@pytest.mark.parametrize("weight_format", ["int8", "int4"])
+def test_weights_in_fewer_bits_cost_less_than_one_per_cent(
+    default_model: LoadedModel, exact: TextScore, weight_format: str
+) -> None:
     """Perplexity within one per cent, and the same most likely token at 97 of 100 places or more."""
-    rounded = load_model(DEFAULT_MODEL, weight_format="int8").model
+    rounded = load_model(DEFAULT_MODEL, weight_format=weight_format).model
     found = score_text(rounded, sample_tokens(default_model))
-    print(f"int8 weights: perplexity {found.perplexity:.3f} (exact {exact.perplexity:.3f}), {found.agreement(exact):.4f} agree")
-    assert abs(found.perplexity / exact.perplexity - 1) < 0.01
-    assert found.agreement(exact) >= 0.97
+    rise, agreement = found.perplexity / exact.perplexity - 1, found.agreement(exact)
+    print(f"{weight_format} weights: perplexity {rise:+.2%} on {exact.perplexity:.3f}, {agreement:.4f} agree")
+    assert abs(rise) < 0.01
+    assert agreement >= 0.97

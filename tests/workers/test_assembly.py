@@ -93,13 +93,13 @@ def test_tiers_are_opened_for_everything_that_kv_depends_on(config: WorkerConfig
     """Weights in another format, or other arithmetic, give other KV: such workers share no stored block."""
     store = StoreSettings(disk_directory=tmp_path / "disk", disk_bytes=1 << 20)
     formats = set()
-    for changes in ({}, {"weights": "int8"}, {"compute_dtype": "bfloat16"}, {"transport_codec": "fp8"}):
+    for changes in ({}, {"weights": "int8"}, {"weights": "int4"}, {"compute_dtype": "bfloat16"}, {"transport_codec": "fp8"}):
         parts = build_parts(replace(config, store=store, profile=PROFILE, **changes))
         (tier,) = parts.tiers.tiers
         formats.add(tier.format.fingerprint)
         assert parts.profile.tier_bytes_per_s[tier.tier] > 0
         tier.close()
-    assert len(formats) == 4
+    assert len(formats) == 5
 
 
 def test_what_moves_with_losses_never_has_an_exact_blocks_name(config: WorkerConfig) -> None:
