@@ -243,12 +243,13 @@ chunks = st.builds(
 @settings(max_examples=50, deadline=None)
 def test_attention_of_a_chunk_is_torchs(asked: Asked, kind: str) -> None:
     """Whatever the lengths, blocks, heads and windows: the tiles and the sums as they go are those of plain attention; 16 bits
-    change the fourth digit."""
+    change a few parts in ten thousand, and single numbers by more, since these logits reach far beyond a model's."""
     with pytest.MonkeyPatch.context() as patch:
         expected = attended(asked, None, patch, [asked.new])
         found = attended(asked, Kernels(build(KINDS[kind])), patch, [asked.new])
-    close = 4e-3 if asked.rounded else 1e-4
+    close = 3e-2 if asked.rounded else 1e-4
     torch.testing.assert_close(found, expected, atol=close, rtol=close)
+    assert float((found - expected).norm() / expected.norm()) < (2e-3 if asked.rounded else 1e-4)
 
 
 @pytest.mark.parametrize("outlier", [1.0, 1e4, 1e15, 0.0])
