@@ -321,7 +321,8 @@ class ConductorRuntime:
         if job is None:
             return  # it was cancelled meanwhile, and the cancellation is in the inbox
         decode = self._calls.handle_of(placement.decode)
-        source = self._calls.handle_of(placement.reuse.source.owner if placement.reuse.source else None)
+        reuse = placement.reuse
+        source = self._calls.handle_of(reuse.relay or (reuse.source.owner if reuse.source else None))
         self._calls.call_for_request(
             placement.prefill,
             placement.request_id,

@@ -12,12 +12,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from conductor.core.events import FirstToken, PrefillFinished, PrefillStarted, RequestFinished
 from conductor.core.messages import GenerationJob, TokenOutput
-from conductor.core.types import SHARED_STORE, FinishReason, Holder, Placement, RequestId, WorkerId, WorkerLoad
+from conductor.core.types import SHARED_STORE, BlockHash, FinishReason, Holder, Placement, RequestId, WorkerId, WorkerLoad
 from models.sampling import SampledToken
 from workers.actor import WorkerActor, failure_text, quietly
 from workers.assembly import Build, build_parts, node_of
@@ -79,6 +80,7 @@ class PrefillWorker(WorkerActor):
         self._computing: _Entry | None = None
         self._entries: dict[JobKey, _Entry] = {}
         self._finished_prefills = 0
+        self._relayed_reads = self._failed_relays = 0
         self._sender = Sender(self.cache, self.transport, self.exchange, self._move, self._spawn, config.lease_s)
 
     # --- calls --------------------------------------------------------------------------------------------------------
@@ -128,6 +130,7 @@ class PrefillWorker(WorkerActor):
 
     async def stats(self) -> dict[str, Any]:
         numbers = await super().stats()
+        numbers |= {"relayed_reads": self._relayed_reads, "failed_relays": self._failed_relays}
         return numbers | {"queued": len(self._queue), "running": len(self._entries) - len(self._queue)}
 
     def _load(self) -> WorkerLoad:
@@ -149,18 +152,38 @@ class PrefillWorker(WorkerActor):
 
     async def _bring_prefix(self, entry: _Entry, holder: Holder, source: Any | None) -> None:
         """Bring the prefix that the placement wants from where it lies. What does not come is computed."""
-        blocks = entry.job.request.block_hashes[: entry.placement.reuse.reused_tokens // self.config.block_tokens]
+        reuse = entry.placement.reuse
+        blocks = entry.job.request.block_hashes[: reuse.reused_tokens // self.config.block_tokens]
         began_s = time.perf_counter()
+        if reuse.relay is not None:
+            await self._read_through(reuse.relay, source, blocks)
         try:
-            if self._has_tier_of(holder):
-                await self._restore(holder.tier, blocks)
-            elif source is not None:
-                await self._pull(source, blocks)
+            if self.cache.match(blocks) < len(blocks):
+                await self._bring(holder, source, blocks)
         except Exception as error:
             logger.warning("request %s computes a prefix that was not fetched: %s", entry.job.request.id, failure_text(error))
         entry.fetch_s = time.perf_counter() - began_s
         entry.ready = True
         self._wake.set()
+
+    async def _bring(self, holder: Holder, source: Any | None, blocks: Sequence[BlockHash]) -> None:
+        if self._has_tier_of(holder):
+            await self._restore(holder.tier, blocks)
+        elif source is not None:
+            await self._pull(source, blocks)
+
+    async def _read_through(self, relay: WorkerId, source: Any | None, blocks: Sequence[BlockHash]) -> None:
+        """Let a decode worker read the prefix from the shared store, and pull it from there. What does not come this way is
+        still in the store."""
+        try:
+            if source is None:
+                raise TransferError("it is gone")
+            await self._pull(source, blocks)
+        except Exception as error:
+            self._failed_relays += 1
+            logger.warning("%s reads from the shared store itself, for %s did not: %s", self.id, relay, failure_text(error))
+        else:
+            self._relayed_reads += 1
 
     def _has_tier_of(self, holder: Holder) -> bool:
         """Whether the holder is a tier that this worker reads itself."""

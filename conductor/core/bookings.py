@@ -30,8 +30,10 @@ class Bookings:
         job = PrefillJob(placement.ttft.work_s, request.prompt_tokens - reuse.reused_tokens)
         self._view.prefill.book(placement.prefill, request.id, job, now)
         if reuse.source is not None:
-            state.pull = Flow(reuse.source.owner, placement.prefill)
+            state.pull = Flow(reuse.relay or reuse.source.owner, placement.prefill)
             self._view.open_flow(state.pull)
+            if reuse.source.tier is Tier.SHARED:
+                self._begin_read(state, placement, now)
         if placement.decode is not None:
             self.reserve(state, placement.decode, need)
         begin_s = now + placement.ttft.total_s - (now - state.arrived_s)
@@ -92,7 +94,17 @@ class Bookings:
             self._index.unexpect(Holder(placement.prefill, Tier.DEVICE), state.request.block_hashes)
         state.placement, state.decode = None, None
 
+    def _begin_read(self, state: RequestState, placement: Placement, now: float) -> None:
+        pool, reuse = self._view.prefill, placement.reuse
+        nbytes = reuse.fetched_tokens * float(pool.kv_bytes_per_token[pool.row[placement.prefill]])
+        self._view.storage.begin(state.request.id, reuse.relay or placement.prefill, nbytes, now)
+
+    def prefill_began(self, state: RequestState) -> None:
+        """Whatever was read for it from the shared store is there."""
+        self._view.storage.end(state.request.id)
+
     def _close_pull(self, state: RequestState) -> None:
+        self._view.storage.end(state.request.id)
         if state.pull is not None:
             self._view.close_flow(state.pull)
             state.pull = None

@@ -17,6 +17,7 @@ from conductor.core.events import LinkMeasured, LoadReported
 from conductor.core.links import Links
 from conductor.core.prefill_pool import PrefillPool, tier_bytes_per_s
 from conductor.core.prefix_index import PrefixIndex
+from conductor.core.storage_links import StorageLinks
 from conductor.core.trust import Trust
 from conductor.core.types import SHARED_STORE, Holder, InvariantError, Role, Tier, WorkerId, WorkerSpec
 
@@ -36,7 +37,7 @@ class Flow:
 
 
 class ClusterView:
-    def __init__(self, index: PrefixIndex) -> None:
+    def __init__(self, index: PrefixIndex, relayed_reads: str = "other_host") -> None:
         self.prefill = PrefillPool()
         self.decode = DecodePool()
         self.epochs: dict[WorkerId, int] = {}
@@ -49,6 +50,7 @@ class ClusterView:
         self._tier_bytes_per_s: dict[Holder, float] = {}
         self._empty_slot = index.add(EMPTY)
         self.links = Links(self.prefill)
+        self.storage = StorageLinks(self.prefill, self.decode, self.links, relayed_reads)
 
     def join(self, spec: WorkerSpec, epoch: int) -> None:
         self.epochs[spec.id] = epoch
@@ -66,6 +68,7 @@ class ClusterView:
             self._tier_bytes_per_s[self.holder(spec.id, tier)] = tier_bytes_per_s(spec, tier)
         self._list_lower_holders()
         self._restore_flow_counts(spec.id)
+        self.storage.joined(spec)
 
     def leave(self, worker: WorkerId) -> None:
         del self.epochs[worker]
@@ -100,6 +103,8 @@ class ClusterView:
                 self._tier_bytes_per_s[self.holder(worker, report.tier)] = report.read_bytes_per_s
                 if worker in self.prefill:
                     self.prefill.tier_was_read(worker, report.tier, report.read_bytes_per_s)
+                if report.tier is Tier.SHARED:
+                    self.storage.was_read(worker, report.read_bytes_per_s)
                 self.prefill.links_changed()
         return []
 
@@ -107,6 +112,7 @@ class ClusterView:
         for pool in (self.prefill, self.decode):
             if worker in pool:
                 pool.accepts[pool.row[worker]] = False
+        self.prefill.links_changed()
 
     def holder(self, source: str, tier: Tier) -> Holder:
         """Where blocks lie that `source` reports in `tier`: a worker's lower tiers are its node's, the shared store is one."""
@@ -168,6 +174,7 @@ class ClusterView:
     def check(self) -> None:
         self.prefill.check()
         self.decode.check()
+        self.storage.check()
         if set(self.specs) != set(self.prefill.ids) | set(self.decode.ids) or set(self.specs) != set(self.epochs):
             raise InvariantError(
                 f"known workers {sorted(self.specs)} differ from the pools' {self.prefill.ids + self.decode.ids}"
@@ -205,6 +212,8 @@ class ClusterView:
                 pool.flows_out[pool.row[flow.source]] += step
             if flow.target in pool:
                 pool.flows_in[pool.row[flow.target]] += step
+        if flow.source == SHARED_STORE and flow.target in self.prefill:
+            self.prefill.flows_stored[self.prefill.row[flow.target]] += step
         self.prefill.links_changed()
 
     def _restore_flow_counts(self, worker: WorkerId) -> None:
@@ -214,4 +223,7 @@ class ClusterView:
             if worker in pool:
                 pool.flows_in[pool.row[worker]] = incoming
                 pool.flows_out[pool.row[worker]] = self.flows_out(worker)
+        if worker in self.prefill:
+            stored = self._flows.get(Flow(SHARED_STORE, worker), 0)
+            self.prefill.flows_stored[self.prefill.row[worker]] = stored
         self.prefill.links_changed()

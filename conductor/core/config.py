@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from conductor.core.types import SLO, Priority, WorkerSpec
 
 ADMISSIONS = ("none", "on_prefill_done", "early", "predictive")
+RELAYED_READS = ("never", "other_host", "other_worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,9 @@ class SchedulerConfig:
 
     `rejection_bias` scales predicted times before they are held against an objective, by priority class: above 1 a class is
     shed early, below 1 it is given the benefit of the doubt. `late_binding` None leaves it to the policy. A snapshot of a cache
-    is taken in by pieces of `snapshot_piece_blocks`, so that no decision has to wait for the whole of it.
+    is taken in by pieces of `snapshot_piece_blocks`, so that no decision has to wait for the whole of it. `relayed_reads` says
+    for whom a decode worker may read the shared store: for a prefill worker of another host whose own storage link is busy, for
+    nobody, or for any prefill worker as if each had a host of its own, which is for tests on one machine.
     """
 
     block_tokens: int = 64
@@ -88,6 +91,7 @@ class SchedulerConfig:
     slo: SLO = field(default_factory=SLO)
     kvcache_balancing_threshold: float = 1.5
     allow_pull: bool = True
+    relayed_reads: str = "other_host"
     late_binding: bool | None = None
     rejection_bias: Mapping[Priority, float] = field(
         default_factory=lambda: {Priority.HIGH: 0.8, Priority.NORMAL: 1.0, Priority.LOW: 1.25}
@@ -113,6 +117,8 @@ class SchedulerConfig:
             self.kvcache_balancing_threshold,
             "at least 1 (the best holder itself has ratio 1 and must not pull from itself)",
         )
+        allowed = f"one of {', '.join(RELAYED_READS)}"
+        _require(self.relayed_reads in RELAYED_READS, "relayed_reads", self.relayed_reads, allowed)
         _require(self.max_attempts >= 1, "max_attempts", self.max_attempts, "an integer of at least 1")
         _require(
             self.snapshot_piece_blocks >= 1, "snapshot_piece_blocks", self.snapshot_piece_blocks, "an integer of at least 1"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
@@ -197,6 +197,8 @@ def _described(record: Record) -> dict[str, Any]:
         if record.candidates.trust is not None:
             for row, trust in zip(described["candidates"], record.candidates.trust.tolist(), strict=True):
                 row["trust"] = trust
+        if record.candidates.relay is not None and isinstance(decision, Placement):
+            described["relay"] = {name: _number(value) for name, value in asdict(record.candidates.relay).items()}
         plans = record.candidates.plans
         if plans.pull_tokens is not None and plans.pull_s is not None:
             pulls = zip(plans.pull_tokens.tolist(), plans.pull_s.tolist(), strict=True)
@@ -228,6 +230,7 @@ def _reuse(reuse: ReusePlan) -> dict[str, Any]:
         "local_tokens": reuse.local_tokens,
         "fetched_tokens": reuse.fetched_tokens,
         "source": None if reuse.source is None else _holder(reuse.source),
+        "relay": reuse.relay,
     }
 
 

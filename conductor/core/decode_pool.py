@@ -52,6 +52,8 @@ class DecodePool(WorkerTable):
         "nic_bytes_per_s": np.float64,
         "flows_in": np.float64,
         "flows_out": np.float64,
+        "storage_bytes_per_s": np.float64,
+        "storage_wait_s": np.float64,
         "accepts": np.bool_,
     }
 
@@ -77,6 +79,8 @@ class DecodePool(WorkerTable):
     nic_bytes_per_s: FloatArray
     flows_in: FloatArray
     flows_out: FloatArray
+    storage_bytes_per_s: FloatArray  # from the shared store; 0 where the worker reads for nobody
+    storage_wait_s: FloatArray
     accepts: BoolArray
 
     def __init__(self) -> None:
@@ -99,6 +103,7 @@ class DecodePool(WorkerTable):
             "max_batch": spec.max_batch,
             "nic_bytes_per_s": math.inf if spec.nic_bytes_per_s is None else spec.nic_bytes_per_s,
             "accepts": spec.role is not Role.PREFILL,
+            "storage_bytes_per_s": _storage_bytes_per_s(spec),
         }
         self._insert(spec, values)
         self._held[spec.id] = {}
@@ -207,3 +212,9 @@ class DecodePool(WorkerTable):
             columns = (self.reserved_blocks, self.active_batch, self.incoming_batch, self.active_context, self.incoming_context)
             if expected != tuple(column[row] for column in columns):
                 raise InvariantError(f"I9: {worker} counts {[int(c[row]) for c in columns]}, its reservations say {expected}")
+
+
+def _storage_bytes_per_s(spec: WorkerSpec) -> float:
+    """How fast a decode worker reads from the shared store, if it has told; a coupled engine reads for itself."""
+    listed = spec.profile.tier_bytes_per_s
+    return listed[Tier.SHARED] if spec.role is Role.DECODE and len(listed) > Tier.SHARED else 0.0

@@ -13,9 +13,10 @@ import numpy as np
 
 from conductor.core.cluster_view import ClusterView
 from conductor.core.config import SchedulerConfig
+from conductor.core.storage_links import Relay
 from conductor.core.tbt import DecodeChoice, DecodeNeed, choose_decode
 from conductor.core.ttft import Candidates, PrefillTerms, Reuse
-from conductor.core.types import Request, Role, WorkerId
+from conductor.core.types import Request, ReusePlan, Role, Tier, WorkerId
 from conductor.core.worker_table import BoolArray, FloatArray, WorkerTable
 
 
@@ -116,7 +117,18 @@ def finish(situation: Situation, table: Candidates, row: int | None) -> Choice |
     if decode is None:
         return None
     table.first_step_s = decode.tbt_s
+    if situation.view.storage.busy:
+        table.relay = relay_for(situation, table.reuse(row), row, decode.worker)
     return Choice(table, row, decode)
+
+
+def relay_for(situation: Situation, reuse: ReusePlan, row: int, decode_worker: WorkerId) -> Relay | None:
+    """Who reads what the prefill worker in `row` fetches from the shared store, if not that worker itself."""
+    if reuse.source is None or reuse.source.tier is not Tier.SHARED:
+        return None
+    nbytes = reuse.fetched_tokens * float(situation.view.prefill.kv_bytes_per_token[row])
+    blocks = reuse.reused_tokens // situation.config.block_tokens
+    return situation.view.storage.relay(row, nbytes, blocks, decode_worker)
 
 
 PolicyTable: TypeAlias = Mapping[str, Policy]

@@ -71,6 +71,8 @@ class PrefillPool(WorkerTable):
         "flow_share": np.float64,
         "flows_in": np.float64,
         "flows_out": np.float64,
+        "flows_stored": np.float64,
+        "storage_left_bytes": np.float64,
         "capacity_blocks": np.float64,
         "accepts": np.bool_,
     }
@@ -113,6 +115,8 @@ class PrefillPool(WorkerTable):
     flow_share: FloatArray  # of a step's time, after which the next step of the prompt may begin
     flows_in: FloatArray
     flows_out: FloatArray
+    flows_stored: FloatArray  # those of flows_in that come from the shared store
+    storage_left_bytes: FloatArray  # being read from the shared store over the link of the worker's host
     capacity_blocks: FloatArray
     accepts: BoolArray
 

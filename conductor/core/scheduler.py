@@ -58,7 +58,7 @@ class Scheduler:
         self.config = config or SchedulerConfig()
         self._policy = policy or policy_named(self.config.policy)
         self._index = index or PrefixIndex()
-        self._view = ClusterView(self._index)
+        self._view = ClusterView(self._index, self.config.relayed_reads)
         self._reports = BlockReports(self._index, self._view, self.config.snapshot_retry_s, self.config.snapshot_piece_blocks)
         self._learning = Learning(self.config.calibration, self._view)
         self._requests = RequestTable()
@@ -103,6 +103,7 @@ class Scheduler:
         if now > self._now:
             self._now = now
         self._index.expire(self._now)
+        self._view.storage.expire(self._now)
         commands = self._handlers[type(event)](event, self._now)
         if len(self._line):
             if type(event) in CHANGING:
@@ -252,6 +253,7 @@ class Scheduler:
         state = self._requests.attempt(event.request_id, event.attempt)
         if state is not None and state.phase is Phase.PREFILL and state.prefills_on(event.worker_id):
             self._view.prefill.started(event.worker_id, event.request_id, now)
+            self._books.prefill_began(state)
         return []
 
     def _handle_prefill_finished(self, event: ev.PrefillFinished, now: float) -> list[Command]:

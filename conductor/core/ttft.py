@@ -27,7 +27,8 @@ import numpy.typing as npt
 from conductor.core.cluster_view import ClusterView
 from conductor.core.prefill_pool import PrefillPool
 from conductor.core.prefix_index import PrefixMatch
-from conductor.core.types import Candidate, Holder, Request, ReusePlan, TTFTEstimate, WorkerId
+from conductor.core.storage_links import Relay
+from conductor.core.types import Candidate, Holder, Request, ReusePlan, Tier, TTFTEstimate, WorkerId
 from conductor.core.worker_table import BoolArray, FloatArray, IntArray
 
 
@@ -129,6 +130,8 @@ class PrefillTerms:
         """The same where there is something to bring, and anything where there is not."""
         pool = self.pool
         source, bytes_per_s = self._source() if self.best_tokens else (None, math.inf)
+        if source is not None and source.tier is Tier.SHARED:
+            return self.view.storage.read_s(tokens * pool.kv_bytes_per_token)
         links = None if source is None else self.view.links.outbound(source.owner)
         seconds: FloatArray = tokens * pool.kv_bytes_per_token
         seconds /= np.minimum(
@@ -143,11 +146,16 @@ class PrefillTerms:
             return None
         return self.pool.handover_latency_s + self.prompt_tokens * self.pool.handover_s_per_token
 
-    def restore_s(self, tokens: FloatArray, tier_bytes_per_s: FloatArray) -> FloatArray:
+    def restore_s(self, tokens: FloatArray, tier: Tier) -> FloatArray:
         """Time to bring `tokens` up from a lower tier of the worker's own node, or from the shared store."""
         pool = self.pool
-        seconds: FloatArray = tokens * pool.kv_bytes_per_token * (pool.flows_in + 1.0) / tier_bytes_per_s
-        seconds += pool.latency_s
+        seconds: FloatArray = tokens * pool.kv_bytes_per_token
+        if tier is Tier.SHARED:
+            seconds = self.view.storage.read_s(seconds)
+        else:
+            seconds *= pool.flows_in + 1.0
+            seconds /= pool.host_bytes_per_s if tier is Tier.HOST else pool.disk_bytes_per_s
+            seconds += pool.latency_s
         seconds[tokens <= 0.0] = 0.0
         return seconds
 
@@ -210,7 +218,7 @@ class Candidates:
     """Every prefill worker as one decision saw it, in columns.
 
     `handover_s` is the hand-over by itself, which overlaps the prefill in `handover_groups` steps; None where the first token
-    does not wait for it. `first_step_s` is the decode step that follows.
+    does not wait for it. `first_step_s` is the decode step that follows. `relay` reads the shared store for the chosen one.
     """
 
     ids: tuple[WorkerId, ...]
@@ -224,6 +232,7 @@ class Candidates:
     handover_s: FloatArray | None = None
     handover_groups: FloatArray | None = None
     first_step_s: float = 0.0
+    relay: Relay | None = None
     trust: FloatArray | None = None  # how far each worker's claims were believed; None where all are
 
     def reuse(self, row: int) -> ReusePlan:
@@ -231,7 +240,8 @@ class Candidates:
         fetched = int(plans.fetched_tokens[row])
         if fetched:
             source = plans.sources[0 if plans.source_code is None else int(plans.source_code[row])]
-        return ReusePlan(int(self.local_tokens[row]), fetched, source)
+        relay = self.relay.worker if self.relay is not None and self.relay.target == self.ids[row] else None
+        return ReusePlan(int(self.local_tokens[row]), fetched, source, relay)
 
     def estimate(self, row: int, waited_s: float = 0.0) -> TTFTEstimate:
         """The row's estimate counted from the request's arrival, `waited_s` ago."""

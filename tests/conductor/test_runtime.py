@@ -12,7 +12,7 @@ from conductor.cluster import ConductorActor
 from conductor.core import commands as cmd
 from conductor.core import events as ev
 from conductor.core.config import SchedulerConfig
-from conductor.core.types import FinishReason, Holder, Stamp, Tier, WorkerLoad
+from conductor.core.types import SHARED_STORE, FinishReason, Holder, ReusePlan, Stamp, Tier, WorkerLoad
 from conductor.notices import RejectionNotice
 from conductor.runtime import ConductorRuntime, DuplicateRequestError, RequestCancelledError
 from tests.conductor.doubles import FakeWorker, ScriptedScheduler, job, placement, rejection, spec
@@ -136,6 +136,19 @@ async def test_a_decode_worker_chosen_late_is_told_to_the_prefill_worker(stage: 
     await stage.runtime.submit(job())
     await stage.deliver(ev.Tick(), cmd.StartDecode("r1", 1, "d0"))
     assert stage.p0.called("choose_decode") == [("r1", 1, "d0", stage.d0)]
+
+
+@pytest.mark.parametrize(("relay", "known"), [(None, False), ("d0", True), ("d7", False)])
+async def test_a_prefill_worker_is_given_the_handle_of_whoever_reads_for_it(
+    stage: Stage, relay: str | None, known: bool
+) -> None:
+    """The shared store itself is nobody; a relay that is gone by now leaves the prefill worker to itself."""
+    reuse = ReusePlan(fetched_tokens=64, source=Holder(SHARED_STORE, Tier.SHARED), relay=relay)
+    stage.scheduler.answer = lambda event: [cmd.StartPrefill(placement(reuse=reuse))]
+    await stage.runtime.submit(job())
+    await stage.settle()
+    ((_, placed, _, source),) = stage.p0.called("prefill")
+    assert (placed.reuse.relay, source) == (relay, stage.d0 if known else None)
 
 
 async def test_reports_reach_the_scheduler_in_order(stage: Stage) -> None:

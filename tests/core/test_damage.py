@@ -144,6 +144,7 @@ def shorten_column(scheduler: Scheduler) -> None:
         (cells("decode", "promised_batch", 7.0), "requests are promised"),
         (cells("prefill", "pending_s", -1.0), "s pending for"),
         (cells("prefill", "flows_in", -1.0), "negative number of transfers"),
+        (cells("prefill", "storage_left_bytes", 7.0), "bytes are left on storage links"),
         (cells("decode", "reserved_blocks", 3.0), "I9: d0 counts"),
     ],
 )

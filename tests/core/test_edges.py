@@ -299,6 +299,7 @@ def test_tenants_share_prefixes_within_a_group_alone() -> None:
         ({"block_tokens": 0}, "block_tokens is 0; it must be an integer of at least 1"),
         ({"admission": "maybe"}, "admission is 'maybe'; it must be one of none, on_prefill_done, early, predictive"),
         ({"kvcache_balancing_threshold": 0.5}, "kvcache_balancing_threshold is 0.5; it must be at least 1"),
+        ({"relayed_reads": "always"}, "relayed_reads is 'always'; it must be one of never, other_host, other_worker"),
         ({"max_attempts": 0}, "max_attempts is 0"),
         ({"decision_records": -1}, "decision_records is -1"),
         ({"queue": QueueConfig(aging=0.0)}, "queue.aging is 0.0; it must be more than 0"),

@@ -1,12 +1,16 @@
 """Links with fair shares."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conductor.core.types import Placement
 from tests.traces.sim_builders import options, profile, row, run, run_loop
 from traces.sim.links import Link, Network
 from traces.sim.loop import At, EventLoop
+from traces.simulator import Outage, Simulation
 
 
 def test_two_flows_share_a_link_and_the_survivor_speeds_up() -> None:
@@ -86,19 +90,41 @@ def test_stopped_flow_counts_what_it_sent_and_does_not_arrive() -> None:
     assert network.bytes_moved["test"] == 150
 
 
-def test_storage_reads_go_through_the_card_with_less_to_read() -> None:
-    """Two prompts whose context lies in the shared store alone: dual path reads the second through a decode node's card."""
+def stored_contexts(reads: str = "other_host", *outages: Outage) -> Simulation:
+    """Three prompts, read again at once when the shared store alone has them, while a long answer keeps a decode worker."""
     tiers = {"shared": {"bytes_per_s": 1e12, "blocks": 1000}}
     network = {"nic_bytes_per_s": 50e9, "latency_s": 0.0, "contention": True}
-    moved = {}
-    for reads in ("prefill", "dual"):
-        storage = {"nic_bytes_per_s": 5e9, "reads": reads}
-        cluster = profile(tiers=tiers, network=network, storage=storage, prefill_blocks=80)
-        first = [row(10.0 * number, 20_000, first_block=1000 * number) for number in range(4)]
-        again = [row(40.0 + number / 100, 20_000, first_block=1000 * number) for number in range(2)]
-        chosen = options(cluster, policy="kvcache_centric", prefill_workers=1)
-        simulation, _ = run([*first, *again], chosen)
-        moved[reads] = dict(simulation.cluster.network.bytes_moved)
-    assert set(moved["prefill"]) == {"handover", "shared_restore"}
-    assert set(moved["dual"]) == {"handover", "shared_restore", "shared_restore_relayed"}
-    assert moved["prefill"]["shared_restore"] == moved["dual"]["shared_restore"] + moved["dual"]["shared_restore_relayed"]
+    cluster = profile(tiers=tiers, network=network, storage={"nic_bytes_per_s": 5e9}, prefill_blocks=80)
+    first = [row(10.0 * number, 8_000, first_block=1000 * number) for number in range(3)]
+    again = [row(40.0 + number / 100, 8_000, first_block=1000 * number) for number in range(3)]
+    chosen = options(cluster, policy="kvcache_centric", prefill_workers=1, outages=outages)
+    chosen = replace(chosen, scheduler=replace(chosen.scheduler, relayed_reads=reads))
+    return run([*first, row(30.0, 40_000, output=3000, first_block=9000), *again], chosen)[0]
+
+
+def placed(simulation: Simulation) -> list[Placement]:
+    return [record.placement for record in simulation.records.values() if record.placement is not None]
+
+
+def test_storage_reads_go_over_the_card_that_the_scheduler_chose() -> None:
+    """The second and the third prompt are read over decode workers' cards, where that is allowed: one each."""
+    direct, relayed = stored_contexts("never"), stored_contexts()
+    assert [one.reuse.relay for one in placed(direct)] == [None] * 7
+    relays = [one.reuse.relay for one in placed(relayed)[-3:]]
+    assert relays[0] is None
+    assert sorted(str(one) for one in relays[1:]) == ["decode-000", "decode-001"]
+    before, after = direct.cluster.network.bytes_moved, relayed.cluster.network.bytes_moved
+    assert set(before) == {"handover", "shared_restore"}
+    assert before["shared_restore"] == after["shared_restore"] + after["shared_restore_relayed"]
+
+
+def test_a_read_whose_relay_dies_begins_anew_over_the_own_card() -> None:
+    """What was sent until then is lost, and nothing else: the request decodes elsewhere and never hears of it."""
+    whole = stored_contexts()
+    (third,) = [one for one in placed(whole) if one.reuse.relay not in (None, one.decode)]
+    broken = stored_contexts("other_host", Outage(str(third.reuse.relay), 40.05))
+    before, after = whole.cluster.network.bytes_moved, broken.cluster.network.bytes_moved
+    assert after["shared_restore_relayed"] < before["shared_restore_relayed"]
+    assert after["shared_restore"] > before["shared_restore"]
+    assert broken.records[third.request_id].placement == third
+    assert all(record.finished_s is not None for record in list(broken.records.values())[-3:])

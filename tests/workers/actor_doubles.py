@@ -113,7 +113,8 @@ class Cluster:
                 self.outputs.setdefault(output.request_id, []).append(output)
 
     async def submit(self, job: GenerationJob, placement: Placement) -> None:
-        source = self.handles.get(placement.reuse.source.owner) if placement.reuse.source else None
+        reuse = placement.reuse
+        source = self.handles.get(reuse.relay or reuse.source.owner) if reuse.source else None
         decode = None if placement.decode is None else self.handles[placement.decode]
         await self.workers[placement.prefill].prefill(job, placement, decode, source)
 
@@ -192,9 +193,10 @@ def place(
     fetched: int = 0,
     source: str | None = None,
     tier: Tier = Tier.DEVICE,
+    relay: str | None = None,
 ) -> Placement:
     holder = None if source is None else Holder(source, tier)
-    reuse = ReusePlan(fetched_tokens=fetched, source=holder)
+    reuse = ReusePlan(fetched_tokens=fetched, source=holder, relay=relay)
     return Placement(job.request.id, job.request.attempt, prefill, decode, reuse, ESTIMATE, None)
 
 

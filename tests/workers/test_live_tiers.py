@@ -60,14 +60,17 @@ class Actors:
         self.handles[worker_id] = handle
         self.readers.append(asyncio.create_task(collect(handle, self.outputs)))
 
-    async def ask(self, worker_id: str, tier: Tier | None = None) -> tuple[list[int | None], int | None]:
+    async def ask(
+        self, worker_id: str, tier: Tier | None = None, relay: str | None = None
+    ) -> tuple[list[int | None], int | None]:
         """Tokens of the answer, and how many tokens of the prompt were reused."""
         work = job(f"{worker_id}-{uuid4().hex[:6]}")
         placement = place(work, worker_id, "d0")
         if tier is not None:
             owner = SHARED_STORE if tier is Tier.SHARED else NODE
-            placement = place(work, worker_id, "d0", fetched=REUSED, source=owner, tier=tier)
-        await self.handles[worker_id].prefill.remote(work, placement, self.handles["d0"], None)
+            placement = place(work, worker_id, "d0", fetched=REUSED, source=owner, tier=tier, relay=relay)
+        source = None if relay is None else self.handles[relay]
+        await self.handles[worker_id].prefill.remote(work, placement, self.handles["d0"], source)
 
         async def ended() -> bool:
             return any(o.request_id == work.request.id and o.finish_reason for o in self.outputs)
@@ -136,12 +139,14 @@ async def test_every_tier_gives_the_same_tokens(actors: Actors, tmp_path: Path) 
     await actors.kill("p1")
     assert len(files_of(memory)) >= 2  # the decode worker has them mapped still
     slow = replace(only(store, Tier.DISK), throttle_bytes_per_s=8e6)
-    await asyncio.gather(actors.start("p1", slow), actors.start("p3", only(store, Tier.SHARED)))
+    await asyncio.gather(actors.start("p1", slow), *(actors.start(one, only(store, Tier.SHARED)) for one in ("p3", "d1")))
     await actors.begin("p1", Tier.DISK)
     await actors.kill("p1")  # in the middle of a restore
     await actors.start("p2", only(store, Tier.DISK))
     assert await actors.ask("p2", Tier.DISK) == (computed, REUSED)  # after a restart
-    assert await actors.ask("p3", Tier.SHARED) == (computed, REUSED)  # written by a worker that is dead
+    assert await actors.ask("p3", Tier.SHARED, relay="d1") == (computed, REUSED)  # written by a worker that is dead
+    assert (await actors.handles["p3"].stats.remote())["relayed_reads"] == 1
+    await actors.kill("d1")
     await actors.kill("p3")
     for path in files_of(tmp_path / "shared"):
         damage(path, flip)

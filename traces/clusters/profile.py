@@ -121,20 +121,10 @@ class TierValues(_Values):
     blocks: Annotated[int, Field(ge=0)]
 
 
-class StorageReads(StrEnum):
-    """Whose storage card a prefill worker's blocks come through (DualPath, arXiv 2602.21548)."""
-
-    PREFILL = "prefill"
-    DUAL = (
-        "dual"  # its own or a decode worker's, whichever has less to read; the latter passes them on over the compute network
-    )
-
-
 class StorageValues(_Values):
     """The card through which each node reads the shared store."""
 
     nic_bytes_per_s: Positive
-    reads: StorageReads = StorageReads.PREFILL
 
 
 class PipelineValues(_Values):

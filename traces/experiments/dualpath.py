@@ -14,7 +14,7 @@ from functools import partial
 
 from conductor.core.config import SchedulerConfig
 from conductor.core.types import SLO
-from traces.clusters.profile import ClusterProfile, StorageReads, StorageValues, TierValues, load_profile
+from traces.clusters.profile import ClusterProfile, StorageValues, TierValues, load_profile
 from traces.experiments.experiment import Claim, Requests, Runs, Simulations, Variant, capacity, mean_ttft_s, token_hit_ratio
 from traces.outcomes import RunResult
 from traces.simulator import SimulationOptions
@@ -29,14 +29,14 @@ LOADS = (1.0, 1.5, 2.0, 3.0, 4.0)
 TURNS = 12_000
 SERVED = 0.9
 PAPER_GAIN = 1.96
-READS = {"single": StorageReads.PREFILL, "dual": StorageReads.DUAL}
+READS = {"single": "never", "dual": "other_host"}
 
 
-def _cluster(reads: StorageReads) -> ClusterProfile:
+def _cluster() -> ClusterProfile:
     changes = {
         "prefill_blocks": POOL_BLOCKS,
         "tiers": {"shared": STORE},
-        "storage": StorageValues(nic_bytes_per_s=STORAGE_BYTES_PER_S, reads=reads),
+        "storage": StorageValues(nic_bytes_per_s=STORAGE_BYTES_PER_S),
     }
     return load_profile(CLUSTER).model_copy(update=changes)
 
@@ -52,10 +52,10 @@ def more_agents(factor: float, trace: Requests) -> Requests:
 
 
 def _variants() -> Sequence[Variant]:
-    variants = []
+    variants, cluster = [], _cluster()
+    shared = SchedulerConfig(block_tokens=cluster.block_tokens, policy="kvcache_centric", admission="none", slo=OBJECTIVES)
     for name, reads in READS.items():
-        cluster = _cluster(reads)
-        config = SchedulerConfig(block_tokens=cluster.block_tokens, policy="kvcache_centric", admission="none", slo=OBJECTIVES)
+        config = replace(shared, relayed_reads=reads)
         options = SimulationOptions(cluster, PREFILL, DECODE, scheduler=config)
         variants += [Variant(f"{name} path, load {load:g}", options, reshape=partial(more_agents, load)) for load in LOADS]
     return variants

@@ -3,21 +3,21 @@
 The source pins what it sends. It sends the longest run of the wanted blocks that it still holds; what it has lost since the
 decision is computed instead. A fetch waits in line until the target has room, and takes it before the first byte. Fetched
 blocks stay in the target's pool, so replicas follow demand. Peers send over both network cards; lower tiers send over their
-own channel, the shared store also over a network card.
+own channel, the shared store also over a network card: the target's, or that of the decode worker which reads for it. When
+that one dies, the target begins anew over its own.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from conductor.core.commands import DropBlocks, TransferBlocks
 from conductor.core.events import Event, TransferFailed, TransferFinished
-from conductor.core.types import Holder, Role, Tier, WorkerId
-from traces.clusters.profile import ClusterProfile, StorageReads
+from conductor.core.types import SHARED_STORE, Holder, ReusePlan, Tier, WorkerId
+from traces.clusters.profile import ClusterProfile
 from traces.sim.job import Job
 from traces.sim.links import Flow, Link, Network
 from traces.sim.loop import EventLoop
@@ -26,17 +26,16 @@ if TYPE_CHECKING:
     from traces.sim.worker import SimWorker
 
 
-RELAY_LINKS = 4  # channel of the store, storage card and outgoing card of the relay, incoming card of the target
-
-
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Blocks on their way to `target`. `source` is None when they come from a tier that pins nothing."""
+    """Blocks on their way to `target`. `source` is None when they come from a tier that pins nothing; `relay` reads them from
+    the shared store."""
 
     flow: Flow
     blocks: Sequence[int]
     source: SimWorker | None
     target: SimWorker
+    relay: SimWorker | None = None
 
 
 class BlockMover:
@@ -55,7 +54,6 @@ class BlockMover:
         self._network = network
         self._block_bytes = profile.kv_bytes_per_token * profile.block_tokens
         self._block_tokens = profile.block_tokens
-        self._storage_reads = None if profile.storage is None else profile.storage.reads
         self._workers = workers
         self._deliver = deliver
         self._parent_of = parent_of
@@ -91,18 +89,21 @@ class BlockMover:
         evicted = cache.take_anonymous(len(blocks))
         if evicted:
             target.reporter.removed(Tier.DEVICE, evicted)
-        self._send(job, target, plan.source, blocks, submit)
+        self._send(job, target, plan, blocks, submit)
         return True
 
-    def _send(self, job: Job, target: SimWorker, holder: Holder, blocks: Sequence[int], submit: Callable[[Job], None]) -> None:
+    def _send(self, job: Job, target: SimWorker, plan: ReusePlan, blocks: Sequence[int], submit: Callable[[Job], None]) -> None:
+        holder = plan.source
+        assert holder is not None
         source = self._workers.get(holder.owner) if holder.tier is Tier.DEVICE else None
-        links = self._links(holder, target)
+        relay = None if plan.relay is None else self._workers.get(plan.relay)
+        links = self._links(holder, target, relay)
         path = "peer_fetch" if source else f"{holder.tier.name.lower()}_restore"
-        path += "_relayed" if len(links) == RELAY_LINKS else ""
+        path += "_relayed" if relay else ""
         flow = self._network.start(path, links, len(blocks) * self._block_bytes, self._fetched, job, submit)
         if source is not None:
             source.cache.pin(blocks)
-        self._fetches[job.request.id] = Fetch(flow, blocks, source, target)
+        self._fetches[job.request.id] = Fetch(flow, blocks, source, target, relay)
 
     def abort(self, job: Job) -> None:
         """Break off the job's fetch, if it has one."""
@@ -144,10 +145,15 @@ class BlockMover:
                 del self._copies[transfer_id]
                 self._stop(copy)
                 self._deliver(TransferFailed(transfer_id, f"{worker.spec.id} is gone"))
-        for fetch in list(self._fetches.values()):
+        for request, fetch in list(self._fetches.items()):
             if fetch.source is worker:
                 self._network.stop(fetch.flow)
                 fetch.flow.arrived()
+            elif fetch.relay is worker:
+                self._network.stop(fetch.flow)
+                links = self._links(Holder(SHARED_STORE, Tier.SHARED), fetch.target)
+                flow = self._network.start("shared_restore", links, fetch.flow.size_bytes, fetch.flow.arrived)
+                self._fetches[request] = replace(fetch, flow=flow, relay=None)
 
     def _held(self, holder: Holder, target: SimWorker, wanted: Sequence[int]) -> int:
         """How many of `wanted`, from the first on, the holder can send."""
@@ -157,22 +163,11 @@ class BlockMover:
         source = self._workers.get(holder.owner)
         return 0 if source is None else source.cache.match(wanted)
 
-    def _links(self, holder: Holder, target: SimWorker) -> tuple[Link, ...]:
+    def _links(self, holder: Holder, target: SimWorker, relay: SimWorker | None = None) -> tuple[Link, ...]:
         if holder.tier is Tier.DEVICE:
             return (self._workers[holder.owner].outgoing, target.incoming)
         channel = target.tiers[holder.tier].channel
-        return (channel, *self._reader(target)) if holder.tier is Tier.SHARED else (channel,)
-
-    def _reader(self, target: SimWorker) -> tuple[Link, ...]:
-        """The cards between the shared store and `target`: its own, or a decode worker's that has less left to read."""
-        if target.storage is None:
-            return (target.incoming,)
-        if self._storage_reads is StorageReads.DUAL:
-            others = [worker for worker in self._workers.values() if worker.spec.role is Role.DECODE]
-            relay = min(others, key=lambda worker: worker.storage.left_bytes if worker.storage else math.inf, default=None)
-            if relay is not None and relay.storage is not None and relay.storage.left_bytes < target.storage.left_bytes:
-                return (relay.storage, relay.outgoing, target.incoming)
-        return (target.storage,)
+        return (channel, *_cards(target, relay)) if holder.tier is Tier.SHARED else (channel,)
 
     def _hold(self, job: Job, target: SimWorker, first: int) -> None:
         """Keep the local part of the prefix while the rest travels."""
@@ -212,3 +207,10 @@ class BlockMover:
             fetch.source.cache.unpin(fetch.blocks)
             if fetch.source.prefill is not None:
                 fetch.source.prefill.room_freed()
+
+
+def _cards(target: SimWorker, relay: SimWorker | None) -> tuple[Link, ...]:
+    """The cards between the shared store and `target`."""
+    if relay is None:
+        return (target.storage or target.incoming,)
+    return (relay.storage or relay.incoming, relay.outgoing, target.incoming)

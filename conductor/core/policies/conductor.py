@@ -17,7 +17,7 @@ import numpy as np
 
 from conductor.core.placement import Choice, Situation, candidates, finish, lowest
 from conductor.core.ttft import PrefillTerms, Reuse, overlapped_s
-from conductor.core.types import Holder
+from conductor.core.types import Holder, Tier
 from conductor.core.worker_table import lowest_of, some
 
 
@@ -74,17 +74,13 @@ def _restored_if_faster(reuse: Reuse, terms: PrefillTerms) -> Reuse:
     pool, rows = terms.pool, np.arange(len(terms.pool), dtype=np.float64)
     codes, lower = np.zeros_like(rows), len(reuse.sources)
     sources = (*reuse.sources, *pool.lower_holders)
-    tiers = (
-        (pool.host_slot, pool.host_bytes_per_s),
-        (pool.disk_slot, pool.disk_bytes_per_s),
-        (pool.shared_slot, pool.shared_bytes_per_s),
-    )
-    for number, (slots, bytes_per_s) in enumerate(tiers):
+    tiers = ((Tier.HOST, pool.host_slot), (Tier.DISK, pool.disk_slot), (Tier.SHARED, pool.shared_slot))
+    for number, (tier, slots) in enumerate(tiers):
         missing = np.maximum(terms.tier_tokens(slots) - terms.local_tokens, 0.0)
         if not some(missing > 0.0):
             continue
         prefill_s = terms.prefill_s(terms.local_tokens + missing)
-        transfer_s = overlapped_s(terms.restore_s(missing, bytes_per_s), prefill_s, pool)
+        transfer_s = overlapped_s(terms.restore_s(missing, tier), prefill_s, pool)
         faster = (prefill_s + transfer_s < reuse.prefill_s + reuse.transfer_s) & (missing > 0.0)
         codes = np.where(faster, lower + number * len(pool) + rows, codes)
         reuse = Reuse(
