@@ -152,6 +152,15 @@ class ClusterView:
             whole = self._tier_bytes_per_s.get(holder, math.inf)
         return whole / (self._flows_out.get(holder.owner, 0) + 1)
 
+    def copy_s(self, source: WorkerId, target: WorkerId, tokens: int) -> float:
+        """Time to copy so many tokens between two device pools, at the links' full speed."""
+        pool, links = self.prefill, self.links.outbound(source)
+        row = pool.row[target]
+        link_bytes_per_s = float((pool.link_bytes_per_s if links is None else links.bytes_per_s)[row])
+        latency_s = float((pool.latency_s if links is None else links.latency_s)[row])
+        speed = min(float(pool.nic_bytes_per_s[row]), link_bytes_per_s)
+        return latency_s + tokens * self.specs[target].profile.kv_bytes_per_token / speed
+
     def describe(self, now: float, trust: Trust) -> dict[WorkerId, dict[str, Any]]:
         """What is believed of each worker, as JSON values."""
         described: dict[WorkerId, dict[str, Any]] = {}

@@ -8,7 +8,8 @@ its transfer costs the links and its blocks cost the target's cache,
 
 per second. Copies go to the failure domain (zone, rack, node) that has the fewest, never over a link that is busy, never more
 than `max_replicas`, and never beyond `budget_bytes_per_s`. Copies made here whose head has gone cold are dropped. The paper
-replicates by demand alone (Mooncake FAST'25, section 6.2); with a budget of 0, the default, so does this.
+replicates by demand alone (Mooncake FAST'25, section 6.2); with a budget of 0, the default, so does this. What
+workers that leave hand on (`departures.py`) knows no budget.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from typing import Any
 from conductor.core.cluster_view import ClusterView, Flow
 from conductor.core.commands import Command, DropBlocks, TransferBlocks
 from conductor.core.config import MigrationConfig
-from conductor.core.events import TransferFailed, TransferFinished, WorkerDraining
+from conductor.core.departures import Departures
+from conductor.core.events import TransferFailed, TransferFinished
 from conductor.core.prefix_index import PrefixIndex, PrefixMatch
 from conductor.core.types import BlockHash, Holder, InvariantError, Tier, TransferReason, WorkerId
 
@@ -53,7 +55,7 @@ class Copy:
 
 
 class Migration:
-    """Owns the heat and the copies in flight. Does nothing at all while the budget is 0."""
+    """Owns the heat and the copies in flight. While the budget is 0 it copies for workers that leave alone."""
 
     def __init__(self, config: MigrationConfig, view: ClusterView, index: PrefixIndex, block_tokens: int) -> None:
         self._config = config
@@ -66,9 +68,11 @@ class Migration:
         self._due_s = math.inf
         self._allowance_bytes = 0.0
         self._last_round_s: float | None = None
+        self.departures = Departures(config, view, index, block_tokens)
 
     def observe(self, blocks: tuple[BlockHash, ...], match: PrefixMatch, now: float) -> None:
         """A request was decided: what of its prompt is cached anywhere gets warmer."""
+        self.departures.observe(blocks, now)
         depth = int(match.confirmed.max(initial=0)) if self._config.budget_bytes_per_s > 0.0 else 0
         if depth == 0:
             return
@@ -81,12 +85,13 @@ class Migration:
         self._due_s = min(self._due_s, now + self._config.interval_s)
 
     def next_deadline(self) -> float:
-        return self._due_s
+        return min(self._due_s, self.departures.next_deadline())
 
     def round(self, now: float) -> list[Command]:
-        """The copies to make and to give up, if a round is due."""
-        if now < self._due_s:
-            return []
+        """The copies to make and to give up, as far as anything is due."""
+        return self.departures.round(now) + (self._replicate(now) if now >= self._due_s else [])
+
+    def _replicate(self, now: float) -> list[Command]:
         self._refill(now)
         commands = self._drop_cold(now)
         warm = [head for head in self._heads.values() if self._heat(head, now) >= self._config.min_heat]
@@ -98,41 +103,15 @@ class Migration:
         self._due_s = now + self._config.interval_s if self._heads else math.inf
         return commands
 
-    def draining(self, event: WorkerDraining, now: float) -> list[Command]:
-        """A worker goes: it gets no new work, and the warm heads that nobody else holds are copied, whatever the budget has."""
-        worker = event.worker_id
-        self._view.drain(worker)
-        if worker not in self._view.prefill:
-            return []
-        commands: list[Command] = []
-        coming = {copy.head for copy in self._copies.values()}
-        for _, head in sorted(self._heads.items()):
-            if head.blocks[-1] in coming:
-                continue
-            holders = {holder.owner for holder in self._index.holders(head.blocks[-1])}
-            target = self._target([worker], idle=False)
-            if holders != {worker} or target is None or self._heat(head, now) < self._config.min_heat / COLD_SHARE:
-                continue
-            self._numbers += 1
-            ends = Holder(worker, Tier.DEVICE), Holder(target, Tier.DEVICE)
-            command = TransferBlocks(f"copy-{self._numbers}", *ends, head.blocks, TransferReason.DRAIN)
-            commands.append(
-                self._begin(head, Copy(head.blocks[-1], command, Flow(worker, target), self._heat(head, now), 0.0, 0.0))
-            )
-        return commands
-
-    def finished(self, event: TransferFinished, now: float) -> list[Command]:
+    def ended(self, event: TransferFinished | TransferFailed, now: float) -> list[Command]:
         copy = self._end(event.transfer_id)
-        if copy is not None and copy.head in self._heads:
+        if copy is not None and copy.head in self._heads and isinstance(event, TransferFinished):
             self._heads[copy.head].copies[copy.command.target.owner] = None
-        return []
+        return self.departures.ended(event, now)
 
-    def failed(self, event: TransferFailed, now: float) -> list[Command]:
-        self._end(event.transfer_id)
-        return []
-
-    def worker_lost(self, worker: WorkerId) -> None:
+    def worker_lost(self, worker: WorkerId, now: float) -> None:
         """Neither a copy there nor a transfer from or to it will be heard of again."""
+        self.departures.worker_lost(worker, now)
         for transfer_id, copy in list(self._copies.items()):
             if worker in (copy.flow.source, copy.flow.target):
                 self._end(transfer_id)
@@ -152,9 +131,10 @@ class Migration:
                 "cost_s_per_s": copy.cost_s_per_s,
             }
             for transfer_id, copy in self._copies.items()
-        ]
+        ] + self.departures.explain()
 
     def check(self) -> None:
+        self.departures.check()
         if self._config.budget_bytes_per_s <= 0.0 and (self._heads or self._copies):
             raise InvariantError("a replicator without budget has something to do")
         if len(self._heads) > self._config.tracked_prefixes:
@@ -212,27 +192,22 @@ class Migration:
     def _reckon(self, head: Head, flow: Flow, tokens: int, replicas: int, now: float) -> tuple[float, float]:
         """Prefill seconds that a copy saves, and costs, a second."""
         target = flow.target
-        pool, spec, config = self._view.prefill, self._view.specs[target], self._config
+        pool, config = self._view.prefill, self._config
         prefill_s = pool.prefill_s(target, tokens, 0)
         rate = self._heat(head, now) * math.log(2.0) / config.heat_half_life_s
         saved = rate * prefill_s / (replicas + 1)
         row = pool.row[target]
-        links = self._view.links.outbound(flow.source)
-        bytes_per_s, latency_s = (
-            (pool.link_bytes_per_s, pool.latency_s) if links is None else (links.bytes_per_s, links.latency_s)
-        )
-        speed = min(float(pool.nic_bytes_per_s[row]), float(bytes_per_s[row]))
-        transfer_s = float(latency_s[row]) + tokens * spec.profile.kv_bytes_per_token / speed
+        transfer_s = self._view.copy_s(flow.source, target, tokens)
         share = len(head.blocks) / float(pool.capacity_blocks[row])
         return saved, (transfer_s + prefill_s * share) / config.heat_half_life_s
 
-    def _target(self, taken: list[WorkerId], *, idle: bool = True) -> WorkerId | None:
-        """A worker without the prefix, in the failure domain that has it least; then the idlest. `idle`: with no busy link."""
+    def _target(self, taken: list[WorkerId]) -> WorkerId | None:
+        """A worker without the prefix and with no busy link, in the failure domain that has it least; then the idlest."""
         specs, pool = self._view.specs, self._view.prefill
         zones = Counter(specs[worker].zone for worker in taken)
         racks = Counter((specs[worker].zone, specs[worker].rack) for worker in taken)
         nodes = Counter(specs[worker].node for worker in taken)
-        free = [w for w in pool.ids if w not in taken and pool.accepts[pool.row[w]] and not (idle and self._busy(w))]
+        free = [w for w in pool.ids if w not in taken and pool.accepts[pool.row[w]] and not self._busy(w)]
 
         def crowd(worker: WorkerId) -> tuple[int, int, int, float, WorkerId]:
             spec, churn = specs[worker], float(pool.churn_tokens[pool.row[worker]])

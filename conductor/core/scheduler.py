@@ -79,7 +79,7 @@ class Scheduler:
             ev.RequestCancelled: self._handle_request_cancelled,
             ev.WorkerJoined: self._handle_worker_joined,
             ev.WorkerLost: self._handle_worker_lost,
-            ev.WorkerDraining: self._migration.draining,
+            ev.WorkerDraining: self._migration.departures.draining,
             ev.BlocksStored: self._reports.stored,
             ev.BlocksRemoved: self._reports.removed,
             ev.CacheCleared: self._reports.cleared,
@@ -91,8 +91,8 @@ class Scheduler:
             ev.FirstToken: self._handle_first_token,
             ev.RequestFinished: self._handle_request_finished,
             ev.RequestFailed: self._handle_request_failed,
-            ev.TransferFinished: self._migration.finished,
-            ev.TransferFailed: self._migration.failed,
+            ev.TransferFinished: self._migration.ended,
+            ev.TransferFailed: self._migration.ended,
             ev.LinkMeasured: self._view.link_measured,
             ev.Tick: self._handle_tick,
         }
@@ -103,7 +103,8 @@ class Scheduler:
         if now > self._now:
             self._now = now
         self._index.expire(self._now)
-        self._view.storage.expire(self._now)
+        if self._now >= self._view.storage.due_s:
+            self._view.storage.expire(self._now)
         commands = self._handlers[type(event)](event, self._now)
         if len(self._line):
             if type(event) in CHANGING:
@@ -365,7 +366,7 @@ class Scheduler:
         if worker in self._view.epochs:
             self._view.leave(worker)
             self._learning.left(worker)
-            self._migration.worker_lost(worker)
+            self._migration.worker_lost(worker, now)
         return commands
 
     # time

@@ -57,7 +57,7 @@ class StorageLinks:
         self._allowed = relayed_reads != "never"
         self._by_worker = relayed_reads == "other_worker"
         self._reads: dict[RequestId, Read] = {}
-        self._due_s = math.inf
+        self.due_s = math.inf  # when the next read should be over
 
     @property
     def busy(self) -> bool:
@@ -82,10 +82,9 @@ class StorageLinks:
             self._changed(read.host)
 
     def expire(self, now: float) -> None:
-        """Reads that should be over are over."""
-        if now >= self._due_s:
-            for request in [request for request, read in self._reads.items() if read.end_s <= now]:
-                self.end(request)
+        """Reads that should be over are over; there are such from `due_s` on."""
+        for request in [request for request, read in self._reads.items() if read.end_s <= now]:
+            self.end(request)
 
     def joined(self, spec: WorkerSpec) -> None:
         """A worker came to a host whose link may be busy already."""
@@ -181,7 +180,7 @@ class StorageLinks:
     def _changed(self, host: str) -> None:
         """Bring the columns of a host's workers up to date."""
         pool, decode, left_bytes = self._prefill, self._decode, self._left_bytes(host)
-        self._due_s = min((read.end_s for read in self._reads.values()), default=math.inf)
+        self.due_s = min((read.end_s for read in self._reads.values()), default=math.inf)
         for worker in pool.ids:
             if self._host(pool.specs[worker]) == host:
                 pool.storage_left_bytes[pool.row[worker]] = left_bytes

@@ -157,7 +157,11 @@ class Ledger:
 
     def finish(self, request_id: RequestId, attempt: int, outcome: str) -> None:
         life = self.live.get(request_id)
-        if life is not None and life.placement is not None and life.attempt == attempt:
+        if life is None or life.attempt != attempt:
+            return
+        if life.placement is not None or (
+            life.interrupted and outcome == "finished"
+        ):  # it had finished before it was interrupted
             self._end(request_id, outcome)
 
     def cancel(self, request_id: RequestId) -> None:

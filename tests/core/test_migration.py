@@ -7,8 +7,8 @@ from typing import Any
 
 from conductor.core.commands import Command, DropBlocks, TransferBlocks
 from conductor.core.config import MigrationConfig, SchedulerConfig
-from conductor.core.events import TransferFailed, TransferFinished, WorkerDraining, WorkerJoined, WorkerLost
-from conductor.core.types import Holder, Role, Tier, TransferReason
+from conductor.core.events import TransferFailed, TransferFinished, WorkerJoined, WorkerLost
+from conductor.core.types import Holder, Role, Tier
 from tests.core.builders import PROFILE, Drive, blocks, cluster, drive, request, worker
 
 BUDGET = MigrationConfig(budget_bytes_per_s=1e9, min_heat=3.0)
@@ -65,31 +65,6 @@ def test_a_copy_larger_than_the_budget_waits_until_it_is_saved_up() -> None:
 def test_a_copy_that_costs_more_than_it_saves_is_not_made() -> None:
     """Over a link of 1 MB/s the transfer takes a minute for a prefill of less than a tenth of a second."""
     assert copies(round_of(hot(profile=replace(PROFILE, transfer_bytes_per_s=1e6)))) == []
-
-
-def draining(driven: Drive, name: str) -> list[TransferBlocks]:
-    return copies(list(driven(WorkerDraining(name))))
-
-
-def test_a_worker_that_leaves_hands_on_what_only_it_holds() -> None:
-    """Its warm prefixes go to another worker at once, whatever the budget has left."""
-    driven = hot(replace(BUDGET, budget_bytes_per_s=1.0))
-    (copy,) = draining(driven, "p0")
-    assert draining(driven, "p0") == [], "told twice, it copies once"
-    assert (copy.source.owner, copy.blocks, copy.reason) == ("p0", HEAD, TransferReason.DRAIN)
-    assert copy.target.owner in ("p1", "p2")
-    driven(TransferFinished(copy.transfer_id, 1, 0.1))
-
-
-def test_what_others_hold_or_nobody_wants_is_not_handed_on() -> None:
-    """Nor is there anywhere to hand it to when no other worker takes work."""
-    driven = hot()
-    driven.store("p1", HEAD)
-    assert draining(driven, "p0") == []
-    assert draining(hot(times=0), "p0") == []
-    assert draining(hot(MigrationConfig()), "p0") == []
-    alone = hot(joins=cluster(prefill=1))
-    assert draining(alone, "p0") == []
 
 
 def test_copies_spread_over_failure_domains() -> None:
