@@ -13,7 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from conductor.core.cost_profile import CostProfile
-from conductor.core.events import Event, HandoverFinished, IndexSnapshot, PrefillFinished, PrefillStarted, RequestFinished
+from conductor.core.events import (
+    BlocksStored,
+    Event,
+    HandoverFinished,
+    IndexSnapshot,
+    PrefillFinished,
+    PrefillStarted,
+    RequestFinished,
+    TransferFinished,
+)
 from conductor.core.messages import GenerationJob, TokenOutput
 from conductor.core.types import FinishReason, Placement, Role, Stamp, Tier, WorkerSpec
 from conductor.mailbox import Mailbox
@@ -45,6 +54,7 @@ class StandInWorker:
             raise ValueError("the weights file is damaged")
         self._config = config
         self._conductor: Any = None
+        self._epoch = 0
         self._mailboxes: dict[str, Mailbox[TokenOutput]] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
 
@@ -54,7 +64,7 @@ class StandInWorker:
         )
 
     async def attach(self, conductor: Any, epoch: int) -> None:
-        self._conductor = conductor
+        self._conductor, self._epoch = conductor, epoch
         held = {Tier.DEVICE: self._config.holds} if self._config.holds else {}
         await conductor.report.remote([IndexSnapshot(Stamp(self._config.worker_id, epoch, 1), held)])
 
@@ -92,6 +102,11 @@ class StandInWorker:
         return len(running)
 
     async def snapshot(self) -> None: ...
+
+    async def pull_blocks(self, transfer_id: str, source: Any, blocks: Sequence[int]) -> None:
+        """What is copied here is here."""
+        await self._report(BlocksStored(Stamp(self._config.worker_id, self._epoch, 2), Tier.DEVICE, None, tuple(blocks)))
+        await self._report(TransferFinished(transfer_id, len(blocks), 0.0))
 
     async def drop_blocks(self, blocks: Sequence[int]) -> None: ...
 

@@ -30,7 +30,7 @@ from tests.live.stand_in_workers import BLOCK_TOKENS, StandInConfig, StandInWork
 pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
-HELD_FIRST = 500
+HELD_FIRST, LEAVING_FIRST = 500, 600
 HELD_BLOCKS = 100_000
 
 
@@ -39,9 +39,9 @@ def hash_prompt(tokens: bytes, tenant: str) -> tuple[int, ...]:
     return tuple(hash((tenant, tokens[:end])) & (2**64 - 1) for end in range(size, len(tokens) + 1, size))
 
 
-def known_blocks() -> tuple[int, ...]:
-    """Of the prompts that begin with `HELD_FIRST`."""
-    return hash_prompt(struct.pack("<9i", HELD_FIRST, *range(1, 9)), "default")
+def known_blocks(first: int) -> tuple[int, ...]:
+    """Of the prompts that begin with it."""
+    return hash_prompt(struct.pack("<9i", first, *range(1, 9)), "default")
 
 
 def indexed(status: ClusterStatus) -> dict[str, int]:
@@ -120,8 +120,8 @@ def log_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def deployment(log_directory: Path) -> AsyncIterator[Deployment]:
     others = tuple(range(1, HELD_BLOCKS // 2))
     plans = [
-        plan("prefill-0", Role.PREFILL, holds=others),
-        plan("prefill-1", Role.PREFILL, holds=(*known_blocks(), *others)),
+        plan("prefill-0", Role.PREFILL, holds=(*known_blocks(LEAVING_FIRST), *others)),
+        plan("prefill-1", Role.PREFILL, holds=(*known_blocks(HELD_FIRST), *others)),
         plan("decode-0", Role.DECODE),
     ]
     cluster = Cluster(config(log_directory))
@@ -256,14 +256,17 @@ async def test_the_flight_logs_of_all_this_verify(deployment: Deployment) -> Non
 
 
 async def test_a_drained_worker_finishes_and_is_not_started_again(deployment: Deployment) -> None:
-    """`conductor drain`: what it was doing ends as it would have, new work goes elsewhere, and nobody brings it back."""
-    await deployment.settled()
+    """`conductor drain`: what it was doing ends as it would have, new work goes elsewhere, and nobody brings it back. The other
+    worker is given the prefix that it alone had."""
+    await deployment.placement_of(deployment.job(LEAVING_FIRST, 2))
+    holds = indexed(await deployment.settled())
     first = asyncio.create_task(deployment.generate(deployment.job(4, 100)))
     drain = await conductor_command("drain", "prefill-0", "--address", ray_address())
     _, told = await drain.communicate()
     assert (drain.returncode, "prefill-0 has stopped" in told.decode()) == (0, True), told.decode()
     assert tokens_of(await first) == expected_tokens(4, 100)
-    await deployment.until(lambda status: "prefill-0" not in status.workers)
+    status = await deployment.until(lambda status: "prefill-0" not in status.workers)
+    assert indexed(status)["prefill-1"] == holds["prefill-1"] + len(known_blocks(LEAVING_FIRST))
     assert await deployment.cluster.conductor.retired.remote("prefill-0")
     placed = await deployment.placement_of(deployment.job(5, 2))
     assert placed.prefill == "prefill-1"
