@@ -126,7 +126,7 @@ class RayEngineClient:
         self._forget(request)
         if not request.stream.finished:
             request.end(FinishReason.CANCELLED)
-            await self._conductor.cancel.remote(request_id)
+            await self._cancel_at_conductor(request_id)
 
     async def decision(self, request_id: RequestId) -> Mapping[str, Any] | None:
         record: Mapping[str, Any] | None = await self._conductor.decision.remote(request_id)
@@ -249,7 +249,13 @@ class RayEngineClient:
             request.end(FinishReason.FAILED, decision.message)
 
     async def _cancel_at_conductor(self, request_id: RequestId) -> None:
-        await self._conductor.cancel.remote(request_id)
+        """One that does not answer is gone, and whatever comes in its place has never heard of the request."""
+        try:
+            await self._conductor.cancel.remote(request_id)
+        except Exception as error:
+            logger.warning(
+                "request %s was not cancelled at the Conductor, which does not answer: %s", request_id, type(error).__name__
+            )
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(self._logged(work))

@@ -293,6 +293,34 @@ async def test_a_submission_that_is_given_up_is_cancelled(stage: Stage) -> None:
     assert stage.conductor.called("cancel") == [("r1",)]
 
 
+@pytest.mark.parametrize("how", ["a submission that failed", "a client that left", "an unknown continuation"])
+async def test_a_conductor_that_is_down_costs_a_cancellation_one_line(
+    stage: Stage, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which request it was and that nobody answered; no traceback, and the reader's stream ends as always."""
+
+    caplog.set_level(logging.WARNING, "conductor")
+
+    def gone(*args: Any) -> Any:
+        raise ConnectionError("no such actor")
+
+    stage.conductor.cancel = Call(stage.conductor.calls, "cancel", gone)
+    if how == "a submission that failed":
+        stage.conductor.submit = Call(stage.conductor.calls, "submit", gone)
+        with pytest.raises(ConnectionError):
+            await stage.client.submit(job())
+    elif how == "a client that left":
+        await stage.client.submit(job())
+        await stage.client.cancel("r1")
+    else:
+        stage.conductor.tell(ResumeNotice("r1", 1))
+    await stage.settle()
+    assert stage.conductor.called("cancel") == [("r1",)]
+    (record,) = caplog.records
+    message = "request r1 was not cancelled at the Conductor, which does not answer: ConnectionError"
+    assert (record.levelname, record.getMessage(), record.exc_info) == ("WARNING", message, None)
+
+
 async def test_status_says_when_the_conductor_does_not_answer(stage: Stage) -> None:
     """No exception reaches `/ready`."""
     assert (await stage.client.status()).ready
