@@ -19,11 +19,16 @@ from ray.cluster_utils import Cluster as RayCluster
 
 from conductor.cluster import Cluster
 from conductor.config import load
+from conductor.core.events import RequestFailed
 from conductor.core.messages import TokenOutput
 from conductor.core.types import Role
 from conductor.ray_engine_client import RayEngineClient
 from tests.live.stand_in_workers import BLOCK_TOKENS, expected_tokens
 from tests.live.test_cluster import Deployment, hash_prompt, plan, tokens_of
+from tests.workers.actor_doubles import make_job
+from tests.workers.test_live_losses import Cast
+from tests.workers.worker_stage import OTHER, PROMPT
+from workers.kv_transfer.throttled import LinkLimit
 
 pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -192,3 +197,33 @@ async def test_a_new_version_serves_beside_the_old_one_until_that_is_drained(dep
         ray.kill(handle)
     assert await complete(deployment)
     assert tokens_of(await deployment.generate(deployment.job(4, 5))) == expected_tokens(4, 5)
+
+
+async def test_a_host_whose_agent_dies_takes_nothing_with_it_that_others_hold(
+    deployment: Deployment, nodes: Nodes, tmp_path: Path
+) -> None:
+    """The raylet is killed, and all workers of its node with it, while they give a prefix, are given a copy and a prompt's KV:
+    the prefix is computed, the prompt fails on its decode worker, and the node that is left holds nothing for them."""
+    cast = Cast(ray, tmp_path, LinkLimit(latency_ms=1500), lease_s=8.0)
+    near, far = ({"label_selector": {"part": part}} for part in ("head", "other"))
+    await asyncio.gather(
+        *(cast.start(name, **near) for name in ("p1", "d0")), *(cast.start(name, **far) for name in ("p0", "d1"))
+    )
+    await asyncio.gather(cast.begin("far", PROMPT, "p0"), cast.begin("near", OTHER, "p1"))
+    await asyncio.gather(cast.answer("far", PROMPT), cast.answer("near", OTHER))
+    await cast.nothing_is_left_of_it()
+    lost = cast.workers["p0"].pull_blocks.remote("copy-1", cast.workers["p1"], make_job("r", OTHER).request.block_hashes)
+    await cast.begin("torn", OTHER[::-1], "p1", "d1")
+    await cast.begin("pulled", PROMPT, "p1", fetched=24, source="p0")
+    await asyncio.gather(cast.shows("p0", "offers", 1), cast.shows("p1", "offers", 2), cast.shows("d1", "pinned_blocks", 1))
+    nodes.others.pop().kill_raylet()
+    del cast.workers["p0"], cast.workers["d1"]
+    await cast.answer("pulled", PROMPT)
+    await asyncio.gather(lost, return_exceptions=True)
+
+    async def blamed() -> bool:
+        return [(event.request_id, event.worker_id) for event in await cast.told(RequestFailed)] == [("torn", "d1")]
+
+    await eventually(blamed)
+    await cast.nothing_is_left_of_it()
+    await cast.leave()
