@@ -63,8 +63,8 @@ class Departures:
         """A request was decided: whoever has computed it may be the only one to have its prefix."""
         if not blocks:
             return
-        if self._recent.pop(blocks[-1], None) is None:
-            self._recent_blocks += len(blocks)
+        known = self._recent.pop(blocks[-1], None)
+        self._recent_blocks += len(blocks) - (0 if known is None else len(known[1]))  # a trace may give one name to two prompts
         self._recent[blocks[-1]] = now, blocks
         while len(self._recent) > self._config.tracked_prefixes or self._recent_blocks > MAX_BLOCKS:
             self._recent_blocks -= len(self._recent.pop(next(iter(self._recent)))[1])

@@ -175,6 +175,7 @@ def test_prompts_are_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) -
     index = PrefixIndex()
     departures = Departures(MigrationConfig(tracked_prefixes=4), ClusterView(index), index, 64)
     departures.observe((), 0.0)
+    departures.observe((*blocks(3, 9), blocks(10, 1)[-1]), 0.0)  # ends as the first one below
     for number in (1, 2, 2, 3, 4, 5):
         departures.observe(blocks(10, number), 0.0)
         departures.check()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -36,7 +37,7 @@ async def cluster(store: StoreSettings) -> AsyncIterator[Cluster]:
         await until(lambda gone=gone: cluster.workers[gone].cache.pinned == 0)
         await leave(cluster, gone)
     for worker_id in ("p1", "d0", "d1"):
-        await join(cluster, worker_id, store=store, lease_s=1.0)
+        await join(cluster, worker_id, store=store)
     yield cluster
     await cluster.close()
 
@@ -86,6 +87,7 @@ async def test_without_its_relay_a_worker_reads_by_itself(cluster: Cluster, trou
         del cluster.handles["d1"]
     elif trouble == "hangs":
         cluster.handles["d1"].hang = {"offer_blocks"}
+        cluster.workers["p1"].config = replace(cluster.workers["p1"].config, lease_s=3.0)
     elif trouble == "has no room":
         held = cluster.workers["d1"].cache.reserve((), 64)
     else:
