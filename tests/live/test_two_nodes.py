@@ -204,8 +204,8 @@ async def test_a_host_whose_agent_dies_takes_nothing_with_it_that_others_hold(
 ) -> None:
     """The raylet is killed, and all workers of its node with it, while they give a prefix, are given a copy and a prompt's KV:
     the prefix is computed, the prompt fails on its decode worker, and the node that is left holds nothing for them."""
-    cast = Cast(ray, tmp_path, LinkLimit(latency_ms=1500), lease_s=8.0)
     near, far = ({"label_selector": {"part": part}} for part in ("head", "other"))
+    cast = Cast(ray, tmp_path, LinkLimit(latency_ms=1500), 8.0, **near)
     await asyncio.gather(
         *(cast.start(name, **near) for name in ("p1", "d0")), *(cast.start(name, **far) for name in ("p0", "d1"))
     )

@@ -40,7 +40,7 @@ REUSED, OTHERS = 24, 12  # tokens of whole blocks in PROMPT and OTHER
 class Cast:
     """The workers that live, and what they have answered."""
 
-    def __init__(self, ray: Any, directory: Path, link: LinkLimit = SLOW, lease_s: float = LEASE_S) -> None:
+    def __init__(self, ray: Any, directory: Path, link: LinkLimit = SLOW, lease_s: float = LEASE_S, **where: Any) -> None:
         self._ray, self._link, self._lease_s = ray, link, lease_s
         self.store = StoreSettings(
             deployment=f"losses-{uuid4().hex}",
@@ -52,7 +52,7 @@ class Cast:
         self.workers: dict[str, Any] = {}
         self.outputs: list[TokenOutput] = []
         self.readers: list[asyncio.Task[None]] = []
-        self.conductor = ray.remote(Conductor).options(num_cpus=0).remote()
+        self.conductor = ray.remote(Conductor).options(num_cpus=0, **where).remote()
 
     async def start(self, name: str, **where: Any) -> None:
         kind = ChainPrefill if name.startswith("p") else ChainDecode
