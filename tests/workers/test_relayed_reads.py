@@ -106,8 +106,8 @@ async def test_a_relay_that_has_half_of_it_leaves_the_rest_to_the_target(
     relay = cluster.workers["d1"]
     offer = relay.offer_blocks
 
-    async def half(blocks: tuple[int, ...], first: int, peer: str) -> Any:
-        return await offer(blocks[: BLOCKS // 2], first, peer)
+    async def half(blocks: tuple[int, ...], *rest: Any) -> Any:
+        return await offer(blocks[: BLOCKS // 2], *rest)
 
     monkeypatch.setattr(relay, "offer_blocks", half)
     reused, stats = await ask(cluster, "d1")
