@@ -34,7 +34,7 @@ from traces.synthesize import scaled
 
 REQUESTS, SEED = 60, 4
 SCALE = 1 / 8  # a block of 512 tokens becomes one of 64, the block of the live cluster
-SPEED = 0.05  # two cores that three workers share must not be overloaded: then small differences grow without bound
+SPEED = 0.025  # three workers share two cores: where they are all busy each is slower than it was measured, and work piles up
 CONTEXT_TOKENS = 8192  # of the default model: the service refuses more, and the simulator knows no such limit
 PREFILL, DECODE = 2, 1
 SETTINGS = {
