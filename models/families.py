@@ -10,8 +10,9 @@ from models.deepseek_config import DEEPSEEK_ARCHITECTURES, DeepseekConfig, deeps
 from models.errors import ModelFileError
 from models.gemma_config import GEMMA_ARCHITECTURES, gemma_from_hf
 from models.latent_config import LATENT_ARCHITECTURE, latent_from_hf
+from models.projected_config import PROJECTED_ARCHITECTURE, ProjectedConfig, projected_from_hf
 
-DecoderConfig: TypeAlias = ModelConfig | DeepseekConfig
+DecoderConfig: TypeAlias = ModelConfig | DeepseekConfig | ProjectedConfig
 
 
 def config_of_folder(values: Mapping[str, Any], source: str) -> DecoderConfig:
@@ -26,5 +27,8 @@ def config_of_folder(values: Mapping[str, Any], source: str) -> DecoderConfig:
         return latent_from_hf(values, source)
     if name in GEMMA_ARCHITECTURES:
         return gemma_from_hf(values, source)
-    allowed = ", ".join((*HF_ARCHITECTURES, *GEMMA_ARCHITECTURES, *DEEPSEEK_ARCHITECTURES, LATENT_ARCHITECTURE))
+    if name == PROJECTED_ARCHITECTURE:
+        return projected_from_hf(values, source)
+    ours = (LATENT_ARCHITECTURE, PROJECTED_ARCHITECTURE)
+    allowed = ", ".join((*HF_ARCHITECTURES, *GEMMA_ARCHITECTURES, *DEEPSEEK_ARCHITECTURES, *ours))
     raise ModelFileError(f"{source}: architectures {'is missing' if found is None else f'is {found!r}'}; allowed: {allowed}")

@@ -21,6 +21,7 @@ from models.errors import ModelFileError
 from models.families import DecoderConfig
 from models.folder import ModelFolder
 from models.gguf import FUSED_WEIGHTS
+from models.projected_config import ProjectedConfig, projected_shapes
 from models.weights import fused_tensors, tensor_shapes
 
 
@@ -59,13 +60,16 @@ def _fused_file(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 def _from_shards(folder: ModelFolder, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     shards = _Shards(folder.path, _shard_index(folder.path))
-    config = folder.config
-    if isinstance(config, DeepseekConfig):
-        fused = deepseek_tensors(config, shards.get)
-    else:
-        fused = fused_tensors(config, shards.get, torch.cat)
-    for name, tensor in fused:
+    for name, tensor in _fused(folder.config, shards.get):
         yield name, tensor.to(dtype)
+
+
+def _fused(config: DecoderConfig, get: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(config, DeepseekConfig):
+        return deepseek_tensors(config, get)
+    if isinstance(config, ProjectedConfig):
+        return ((name, get(name)) for name in projected_shapes(config))
+    return fused_tensors(config, get, torch.cat)
 
 
 def _shard_index(path: Path) -> dict[str, str]:
@@ -92,10 +96,16 @@ def _open(path: Path) -> Any:  # safe_open has no types
 
 
 def _check_shapes(path: Path, config: DecoderConfig, weights: dict[str, Tensor]) -> None:
-    shapes = deepseek_shapes(config) if isinstance(config, DeepseekConfig) else tensor_shapes(config)
-    for name, expected in shapes.items():
+    for name, expected in _shapes(config).items():
         if name not in weights:
             raise ModelFileError(f"{path}: tensor {name} is missing")
         found = tuple(weights[name].shape)
         if found != expected:
             raise ModelFileError(f"{path}: tensor {name} has shape {found}; config.json asks for {expected}")
+
+
+def _shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Fused name -> the shape it must have."""
+    if isinstance(config, DeepseekConfig):
+        return deepseek_shapes(config)
+    return projected_shapes(config) if isinstance(config, ProjectedConfig) else tensor_shapes(config)

@@ -18,6 +18,8 @@ from models.folder import ModelCard, find_model, model_card
 from models.hf_folder import load_weights
 from models.linear import WEIGHT_FORMATS
 from models.llama import Llama
+from models.projected import Projected
+from models.projected_config import ProjectedConfig
 from models.pull import DEFAULT_MODEL
 from models.stages import WHOLE, Share
 from models.tokenizer import TextTokenizer, load_tokenizer_folder
@@ -63,6 +65,8 @@ def _build(
     share.check(config)
     if isinstance(config, DeepseekConfig):
         return Deepseek(config, load(), kv_dtype, weight_format=weight_format)
+    if isinstance(config, ProjectedConfig):
+        return Projected(config, load(), kv_dtype, weight_format)
     layers = share.layers(config.num_layers)
     weights = load(lambda name: in_layers(config, name, layers))
     return Llama(config, weights, kv_dtype, weight_format, layers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from models.deepseek_config import DeepseekConfig
+from models.config import ModelConfig
 from models.errors import ModelFileError
 from models.families import DecoderConfig
 
@@ -18,8 +18,8 @@ class Share:
 
     def check(self, config: DecoderConfig) -> None:
         """Raises `ModelFileError` when a model's layers cannot be shared out so."""
-        if isinstance(config, DeepseekConfig) and self.of > 1:
-            raise ModelFileError(f"stages is {self.of}; allowed: 1 for a model with latent attention or experts")
+        if not isinstance(config, ModelConfig) and self.of > 1:
+            raise ModelFileError(f"stages is {self.of}; allowed: 1 for a model with latent attention, experts or an encoder")
         if self.of > config.num_layers:
             raise ModelFileError(f"stages is {self.of}; allowed: 1 to {config.num_layers}, the number of the model's layers")
 

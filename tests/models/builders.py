@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from models.base import CausalLM, ForwardBatch, PagedKVCache
+from models.projected_config import PROJECTED_ARCHITECTURE, projected_from_hf, projected_shapes
 
 TINY: dict[str, Any] = {
     "vocab_size": 288,
@@ -24,6 +27,14 @@ TINY: dict[str, Any] = {
     "initializer_range": 0.2,
     "eos_token_id": 0,
     "bos_token_id": 1,
+}
+TINY_PROJECTED: dict[str, Any] = {
+    **{name: value for name, value in TINY.items() if name != "num_hidden_layers"},
+    "architectures": [PROJECTED_ARCHITECTURE],
+    "num_encoder_layers": 2,
+    "num_decoder_layers": 3,
+    "head_dim": 16,
+    "sliding_window": 20,
 }
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -47,6 +58,20 @@ def write_tiny_folder(folder: Path, kind: str, *, shard_size: str = "1GB", **cha
     reference.save_pretrained(folder, max_shard_size=shard_size)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     return reference
+
+
+def write_projected_folder(folder: Path, **changes: Any) -> dict[str, Tensor]:
+    """Save a random model that reads an encoder's output, and return its tensors."""
+    values = {**TINY_PROJECTED, **changes}
+    generator = torch.Generator().manual_seed(7)
+    tensors = {}
+    for name, shape in projected_shapes(projected_from_hf(values, "config.json")).items():
+        mean, spread = (0.5, 0.3) if len(shape) == 1 else (0.0, values["initializer_range"])
+        tensors[name] = torch.randn(shape, generator=generator) * spread + mean
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(values))
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    return tensors
 
 
 def byte_tokenizer() -> Tokenizer:

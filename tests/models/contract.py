@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from models.base import CausalLM, ForwardBatch
+from models.window_state import plan_recompute
 from tests.models.builders import new_cache, run
 
 CLOSE = 1e-4  # of logits, absolute and relative
@@ -75,6 +78,55 @@ def check_hand_over(model: CausalLM) -> None:
         away.scatter([9, 0, 17, 3], home.gather([1, 2, 3, 4], group), group)
     expected = run(model, home, [77], [1, 2, 3, 4], context=50)
     torch.testing.assert_close(run(model, away, [77], [9, 0, 17, 3], context=50), expected, atol=1e-5, rtol=1e-5)
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """Logits after a hit on a prefix: `exact`, and `rebuilt` from window state that was replayed. `untouched`: global state of
+    the prefix was left alone."""
+
+    exact: Tensor
+    rebuilt: Tensor
+    untouched: bool
+
+    @property
+    def error(self) -> float:
+        return float((self.rebuilt - self.exact).norm() / self.exact.norm())
+
+
+def replay(model: CausalLM, window: int, replayed: int) -> Replayed:
+    """A hit on 64 of 80 tokens that finds no window state, of which the last `replayed` tokens are run again."""
+    prompt, cache = tokens(80), new_cache(model)
+    run(model, cache, prompt[:64], range(5))
+    exact = run(model, new_cache(model), prompt, range(5))
+    whole = [layer for layer, width in zip(cache.layers, model.layout.windows, strict=True) if width is None]
+    for layer, width in zip(cache.layers, model.layout.windows, strict=True):
+        if width is not None:
+            layer.fill_(1e3)  # garbage that would show
+    before = [layer.clone() for layer in whole]
+    plan = plan_recompute(80, global_hit_tokens=64, window_hit=False, window_tokens=window, replay_tokens=replayed)
+    ids = torch.tensor(prompt[plan.replayed.start : plan.replayed.stop])
+    model.forward(ForwardBatch(ids, [len(ids)], [plan.replayed.start], [range(5)], replay=True), cache)
+    untouched = all(torch.equal(x, y) for x, y in zip(before, whole, strict=True))
+    return Replayed(exact, run(model, cache, prompt[64:], range(5), context=64), untouched)
+
+
+def check_exact_replay(model: CausalLM, window: int) -> None:
+    """A window layer reaches W-1 tokens back, so as many windows as there are window layers rebuild everything."""
+    layers = sum(width is not None for width in model.layout.windows)
+    found = replay(model, window, min(64, layers * window))
+    torch.testing.assert_close(found.rebuilt, found.exact, atol=2e-4, rtol=2e-4)
+    assert found.untouched
+
+
+def check_approximate_replay(model: CausalLM, window: int) -> None:
+    """W tokens leave an error in the logits; fewer leave a larger one, more a smaller one."""
+    cases = [replay(model, window, replayed) for replayed in (2, window, 2 * window)]
+    errors = [case.error for case in cases]
+    print(f"relative error of logits after replay of 2, W, 2W tokens: {errors}")
+    assert all(case.untouched for case in cases)
+    assert errors[0] > errors[1] > errors[2]
+    assert errors[1] < 0.5
 
 
 def check_all(model: CausalLM, close: float = CLOSE) -> None:

@@ -80,5 +80,7 @@ def test_what_cannot_be_shared_out_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="stages is 4; allowed: 1 to 3, the number of the model's layers"):
         load_model(str(tmp_path), share=Share(0, 4))
     write_deepseek(tmp_path / "latent", "v3")
-    with pytest.raises(ModelFileError, match="stages is 2; allowed: 1 for a model with latent attention or experts"):
+    with pytest.raises(
+        ModelFileError, match="stages is 2; allowed: 1 for a model with latent attention, experts or an encoder"
+    ):
         load_model(str(tmp_path / "latent"), share=Share(0, 2))

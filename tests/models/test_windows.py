@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from models.base import CausalLM, ForwardBatch, PagedKVCache
 from models.config import config_from_hf, config_to_hf
 from models.errors import ModelFileError
 from models.families import config_of_folder
@@ -18,7 +17,7 @@ from models.kv_layout import number_format, state_bytes
 from models.load import LoadedModel, load_model
 from models.window_state import Recompute, plan_recompute
 from tests.models.builders import new_cache, run, write_tiny_folder
-from tests.models.contract import check_all, tokens
+from tests.models.contract import check_all, check_approximate_replay, check_exact_replay, tokens
 
 WINDOW = 20
 SHORT: dict[str, Any] = {"sliding_window": WINDOW, "head_dim": 16}
@@ -118,54 +117,16 @@ def test_a_hit_longer_than_the_prompt_is_refused() -> None:
         plan_recompute(10, global_hit_tokens=11, window_hit=True, window_tokens=4)
 
 
-def forget_windows(model: CausalLM, cache: PagedKVCache, windows: tuple[int | None, ...]) -> None:
-    for layer, window in zip(cache.layers, windows, strict=True):
-        if window is not None:
-            layer.fill_(1e3)  # garbage that would show
-
-
-def replayed_logits(loaded: LoadedModel, folder: Path, replay: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Logits after a hit on 64 of 80 tokens: exact, and with window state rebuilt from `replay` tokens; whether the global
-    state of the prefix was left alone."""
-    model, prompt = loaded.model, tokens(80)
-    windows = find_model(str(folder)).config.layer_windows  # type: ignore[union-attr]
-    cache = new_cache(model)
-    run(model, cache, prompt[:64], range(5))
-    exact = run(model, new_cache(model), prompt, range(5))
-    forget_windows(model, cache, windows)
-    before = [layer.clone() for layer, window in zip(cache.layers, windows, strict=True) if window is None]
-    plan = plan_recompute(80, global_hit_tokens=64, window_hit=False, window_tokens=WINDOW, replay_tokens=replay)
-    ids = torch.tensor(prompt[plan.replayed.start : plan.replayed.stop])
-    model.forward(ForwardBatch(ids, [len(ids)], [plan.replayed.start], [range(5)], replay=True), cache)
-    after = [layer for layer, window in zip(cache.layers, windows, strict=True) if window is None]
-    untouched = all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
-    return exact, run(model, cache, prompt[64:], range(5), context=64), untouched
-
-
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3", "qwen3-listed-layers"])
 def test_replaying_a_window_for_each_layer_is_exact(tmp_path: Path, name: str) -> None:
-    """A window layer reaches W-1 tokens back, so as many windows as there are window layers rebuild everything."""
     write_windowed(tmp_path, name)
-    loaded = load_model(str(tmp_path))
-    layers = sum(window is not None for window in find_model(str(tmp_path)).config.layer_windows)  # type: ignore[union-attr]
-    exact, rebuilt, untouched = replayed_logits(loaded, tmp_path, replay=min(64, layers * WINDOW))
-    torch.testing.assert_close(rebuilt, exact, atol=2e-4, rtol=2e-4)
-    assert untouched
+    check_exact_replay(load_model(str(tmp_path)).model, WINDOW)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen3-listed-layers"])
 def test_replaying_one_window_approximates_and_leaves_global_state_alone(tmp_path: Path, name: str) -> None:
-    """W tokens leave an error in the logits; fewer leave a larger one, more a smaller one."""
     write_windowed(tmp_path, name)
-    loaded = load_model(str(tmp_path))
-    errors = []
-    for replay in (2, WINDOW, 2 * WINDOW):
-        exact, rebuilt, untouched = replayed_logits(loaded, tmp_path, replay)
-        errors.append(float((rebuilt - exact).norm() / exact.norm()))
-        assert untouched
-    print(f"{name}: relative error of logits after replay of 2, W, 2W tokens: {errors}")
-    assert errors[0] > errors[1] > errors[2]
-    assert errors[1] < 0.5
+    check_approximate_replay(load_model(str(tmp_path)).model, WINDOW)
 
 
 # --- configurations ------------------------------------------------------------------------------------------------------

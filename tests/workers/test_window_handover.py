@@ -15,6 +15,7 @@ from models.base import KVLayout
 from models.folder import find_model
 from models.kv_layout import StateKind, number_format
 from models.load import load_model
+from tests.models.builders import write_projected_folder
 from tests.models.test_windows import WINDOW, write_windowed
 from tests.workers.actor_doubles import Cluster, make_job, place, until
 from tests.workers.doubles import BLOCK_TOKENS, begin, decode, filled_from, generate, make_engine, make_prompt, prefill
@@ -38,11 +39,13 @@ def bytes_needed(kind: StateKind, tokens: int) -> int:
     return blocks * BLOCK_TOKENS * kind.layers * kind.entry_bytes
 
 
-@pytest.mark.parametrize("name", ["mistral", "mistral-one-token", "mistral-wider-than-text", "qwen3-listed-layers", "gemma2"])
+@pytest.mark.parametrize(
+    "name", ["mistral", "mistral-one-token", "mistral-wider-than-text", "qwen3-listed-layers", "gemma2", "projected"]
+)
 @pytest.mark.parametrize("length", [16, 56, 57])
 async def test_a_hand_over_moves_what_the_layout_counts(cluster: Cluster, tmp_path: Path, name: str, length: int) -> None:
     """Global state whole, window state as far as the next token sees, computed now or found; greedy text is the same."""
-    write_windowed(tmp_path, name)
+    write_projected_folder(tmp_path) if name == "projected" else write_windowed(tmp_path, name)
     model, kinds = load_model(str(tmp_path)).model, find_model(str(tmp_path)).config.kv_states(number_format("fp32"))
     prompt = PROMPT[:length]
     expected = generate(make_engine(64, BLOCK_TOKENS, model), make_prompt(prompt, 30), 30)
