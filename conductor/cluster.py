@@ -107,6 +107,8 @@ def _plan(config: Config, store: StoreSettings, role: Role, number: int, actor_c
 
     section = config.workers
     worker_id = f"{section.id_prefix}{role.value}-{number}"
+    stages = section.stages[number] if role is Role.PREFILL else 1
+    first = sum(section.stages[:number]) if role is Role.PREFILL else sum(section.stages) + number
     try:
         worker_config = WorkerConfig(
             worker_id=worker_id,
@@ -118,6 +120,7 @@ def _plan(config: Config, store: StoreSettings, role: Role, number: int, actor_c
             max_batch=section.max_batch,
             speculative_tokens=section.speculative_tokens,
             threads=section.threads,
+            cpus=section.cpus_of(range(first, first + stages)),
             device=section.device,
             compute_dtype=config.model.compute_dtype,
             kv_dtype=config.model.kv_dtype,
@@ -127,7 +130,7 @@ def _plan(config: Config, store: StoreSettings, role: Role, number: int, actor_c
             transport_codec=section.transport_codec,
             profile_budget_s=section.profile_budget_s,
             store=store,
-            stages=section.stages[number] if role is Role.PREFILL else 1,
+            stages=stages,
         )
     except ValueError as error:
         raise ClusterError(f"workers: {error}") from None

@@ -90,6 +90,12 @@ def _several(value: Any) -> Any:
     return (value,) if isinstance(value, int) else value
 
 
+def _named(value: Any) -> Any:
+    """One name, or several, as a list of strings; a number is a name."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return [str(each) if isinstance(each, int) else each for each in values]
+
+
 class WorkersSection(Section):
     prefill: int = Field(default=2, ge=0, le=1024, description="prefill workers")
     decode: int = Field(default=1, ge=0, le=1024, description="decode workers")
@@ -111,6 +117,10 @@ class WorkersSection(Section):
     decode_labels: tuple[LabelDemand, ...] = Field(default=(), description="labels of the node, as label=value")
     device: str = Field(default="cpu", min_length=1, description="torch device")
     threads: PositiveInt = Field(default=1, description="torch threads of one worker")
+    cpus: Annotated[tuple[str, ...], BeforeValidator(_named)] = Field(
+        default=(),
+        description="processors, as 0-3,8, or memory nodes, as numa:1, that actors are bound to, in turn; empty: to none",
+    )
     prefill_blocks: int = Field(default=384, ge=8, description="KV blocks of one prefill worker")
     decode_blocks: int = Field(default=384, ge=8, description="KV blocks of one decode worker")
     chunk_tokens: PositiveInt = Field(default=512, description="longest run of prompt tokens computed in one step")
@@ -136,6 +146,10 @@ class WorkersSection(Section):
     @property
     def actors(self) -> int:
         return sum(self.stages) + self.decode
+
+    def cpus_of(self, actors: range) -> tuple[str, ...]:
+        """What each of these actors is bound to, counted over all prefill workers and then all decode workers."""
+        return tuple(self.cpus[number % len(self.cpus)] for number in actors) if self.cpus else ()
 
     @model_validator(mode="after")
     def _has_stages_for_each(self) -> Self:

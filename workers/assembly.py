@@ -45,6 +45,7 @@ from workers.kv_transfer.blocks import KVBlocks
 from workers.kv_transfer.paired import PairedTransports
 from workers.kv_transfer.select import make_transports
 from workers.kv_transfer.throttled import LinkLimit
+from workers.processors import bind_process
 from workers.profiler import Profiler
 from workers.ray_stage import start_stages
 from workers.sequence import KVSequence, Prompt
@@ -89,7 +90,7 @@ class Computing:
 
 def build_parts(config: WorkerConfig) -> WorkerParts:
     """Load the model and everything around it. Raises `ModelError`, `ValueError` or `TransportUnavailable`."""
-    torch.set_num_threads(config.threads)
+    take_processors(config)
     computing = make_computing(config)
     loaded, engine = computing.loaded, Engine(computing.model, computing.cache)
     formats = {"moved": config.transport_codec, "stored": config.store.codec}
@@ -108,6 +109,13 @@ def build_parts(config: WorkerConfig) -> WorkerParts:
         root_of=lambda domain: KVNamespace(namespace, config.block_tokens, salt=domain).seed,
         exchange=computing.exchange,
     )
+
+
+def take_processors(config: WorkerConfig, stage: int = 0) -> None:
+    """Before the first tensor: threads that torch starts stay where they were started. Raises `ValueError`."""
+    if config.cpus:
+        bind_process(config.cpus[stage], config.threads)
+    torch.set_num_threads(config.threads)
 
 
 def make_computing(config: WorkerConfig) -> Computing:
@@ -132,7 +140,7 @@ def make_pipeline(config: WorkerConfig) -> Computing:
 
 def build_stage(config: WorkerConfig, number: int) -> StageParts:
     """The parts of a later stage of a worker."""
-    torch.set_num_threads(config.threads)
+    take_processors(config, number)
     model = load_worker_model(config, Share(number, config.stages)).model
     assert isinstance(model, Llama)
     cache = make_cache(config, model.layout, model.layers)
@@ -204,7 +212,7 @@ def in_cluster(store: StoreSettings) -> StoreSettings:
 
 def profile_worker(config: WorkerConfig, *, fresh: bool) -> FittedProfile:
     """What `build_parts` would go by, with how well it fits; measured if it is not remembered or if `fresh` asks for it."""
-    torch.set_num_threads(config.threads)
+    take_processors(config)
     computing = make_computing(config)
     try:
         return fitted_profile(config, computing, fresh=fresh)
@@ -234,7 +242,8 @@ def computed_by(config: WorkerConfig) -> str:
     """What, besides model and machine, decides how fast a worker computes."""
     native = config.device == "cpu" and config.compute_dtype == "float32" and kernels() is not None
     stages = () if config.stages == 1 else (f"{config.stages} stages",)
-    return "/".join((config.compute_dtype, config.weights, "native" if native else "torch", *stages))
+    bound = ("bound",) if config.cpus else ()  # to which processors is not told apart: those of a machine are alike
+    return "/".join((config.compute_dtype, config.weights, "native" if native else "torch", *stages, *bound))
 
 
 def round_trip(transport: KVTransport, nbytes: int) -> None:

@@ -13,6 +13,7 @@ from workers.batching import DEFAULT_CHUNK_TOKENS
 from workers.kv_store.settings import StoreSettings
 from workers.kv_transfer.select import transport_names
 from workers.kv_transfer.throttled import LinkLimit
+from workers.processors import check_processors
 
 WEIGHT_FORMATS = ("full", "int8", "int4")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -27,6 +28,7 @@ class WorkerConfig:
     `transport_codec`: the number format in which KV moves (None: as it is cached).
     `speculative_tokens`: how many tokens ahead decode guesses by prompt lookup.
     `lease_s` bounds how long an offer or an unfinished hand-over may hold blocks.
+    `cpus`: the processors of each of its actors, as `workers.processors` reads them; empty: any.
     `stages`: how many actors share the layers of a prefill worker; `stage_options` are what Ray is told of each but the first.
     """
 
@@ -40,6 +42,7 @@ class WorkerConfig:
     max_batch: int = 16
     speculative_tokens: int = 0
     threads: int = 1
+    cpus: tuple[str, ...] = ()
     device: str = "cpu"
     compute_dtype: str = "float32"
     kv_dtype: str = "float32"
@@ -67,6 +70,7 @@ class WorkerConfig:
             _at_least(name, getattr(self, name), 1)
         _at_least("speculative_tokens", self.speculative_tokens, 0)
         _stages_of("stages", self.stages, self.role)
+        _one_for_each("cpus", self.cpus, self.stages)
         if (self.num_blocks is None) == (self.kv_memory_bytes is None):
             found = f"num_blocks is {self.num_blocks!r} and kv_memory_bytes is {self.kv_memory_bytes!r}"
             raise ValueError(f"{found}; exactly one of them must be given")
@@ -101,6 +105,13 @@ def _at_least(name: str, value: Any, least: int) -> None:
 def _stages_of(name: str, value: int, role: Role) -> None:
     if value > 1 and role is not Role.PREFILL:
         raise ValueError(f"{name} is {value!r} for a {role.value} worker; it must be 1")
+
+
+def _one_for_each(name: str, processors: tuple[str, ...], actors: int) -> None:
+    for each in processors:
+        check_processors(each)
+    if len(processors) not in (0, actors):
+        raise ValueError(f"{name} is {list(processors)} for {actors} actors; allowed: none, or one for each")
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
