@@ -28,10 +28,11 @@ from conductor.core.types import FinishReason, Placement, Request
 from conductor.ray_engine_client import RayEngineClient
 from conductor.serve import Prepared, prepare_model
 
-FAST_LINK_GBPS = 0.5
+FAST_LINK_GBPS = 0.25
 SLOW_LINK_GBPS = 0.02
 REPLICATION = MigrationConfig(budget_bytes_per_s=200e6, interval_s=0.25, heat_half_life_s=60.0, min_heat=2.0)
 COPY_WAIT_S = 20.0
+OCCUPY_TRIES = 4
 DOMAIN = "default"
 
 
@@ -49,6 +50,13 @@ class Load:
     tail_tokens: int = 32
     warming: int = 4
     burst: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    request_id: str
+    began_s: float
+    placement: Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +177,7 @@ class _Run:
             await self._ask(prefix + self._tokens(load.tail_tokens))
         if self._replicates:
             phase.copied_blocks += await self._wait_for_copy(other, before)
-        busy = asyncio.create_task(self._ask(prefix + self._tokens(load.long_tokens)))
-        await asyncio.sleep(0.3)
+        busy = await self._occupy(holder, prefix, load.long_tokens)
         bursts = await asyncio.gather(*(self._ask(prefix + self._tokens(load.tail_tokens)) for _ in range(load.burst)))
         await busy
         phase.bursts += bursts
@@ -178,6 +185,17 @@ class _Run:
             record = await self._client.decision(answer.request_id)
             if record is not None:
                 phase.records.append(record)
+
+    async def _occupy(self, holder: str, prefix: list[int], long_tokens: int) -> asyncio.Task[Answer]:
+        """Give the holder of a prefix a long prompt that begins with it. Where estimates still learn, one may go elsewhere."""
+        for _ in range(OCCUPY_TRIES):
+            sent = await self._send(prefix + self._tokens(long_tokens))
+            answer = asyncio.create_task(self._first_token(sent))
+            if sent.placement.prefill == holder:
+                await asyncio.sleep(0.3)
+                return answer
+            await answer
+        raise DemoFailed(f"{holder} holds a prefix, and was given none of {OCCUPY_TRIES} long prompts that begin with it")
 
     async def _wait_for_copy(self, worker: str, before: int) -> int:
         """Blocks that came to a worker which nobody has asked anything of meanwhile."""
@@ -194,7 +212,10 @@ class _Run:
         return int(stats["cached_idle_blocks"])
 
     async def _ask(self, tokens: Sequence[int]) -> Answer:
-        """Send a prompt, and time its first token, which is all that is asked for: no KV goes to the decode worker."""
+        return await self._first_token(await self._send(tokens))
+
+    async def _send(self, tokens: Sequence[int]) -> Sent:
+        """One token is all that is asked for: no KV goes to the decode worker."""
         self._numbers += 1
         packed = np.asarray(tokens, dtype="<i4").tobytes()
         hashes = self._prepared.hash_prompt(packed, DOMAIN)
@@ -203,13 +224,16 @@ class _Run:
         decision = await self._client.submit(GenerationJob(request, packed, SamplingParams(max_tokens=1), self._client.channel))
         if not isinstance(decision, Placement):
             raise DemoFailed(f"a prompt was refused: {decision.reason.value}")
+        return Sent(request.id, began_s, decision)
+
+    async def _first_token(self, sent: Sent) -> Answer:
         ttft_s: float | None = None
-        async for output in self._client.outputs(request.id):
-            ttft_s = perf_counter() - began_s if ttft_s is None else ttft_s
+        async for output in self._client.outputs(sent.request_id):
+            ttft_s = perf_counter() - sent.began_s if ttft_s is None else ttft_s
             if output.finish_reason is FinishReason.FAILED:
                 raise DemoFailed(f"a prompt failed: {output.message}")
         assert ttft_s is not None
-        return Answer(request.id, ttft_s, decision)
+        return Answer(sent.request_id, ttft_s, sent.placement)
 
     def _tokens(self, count: int) -> list[int]:
         """Ordinary tokens; special ones have low ids."""

@@ -182,7 +182,6 @@ async def test_a_killed_decode_actor_fails_the_request(actors: dict[str, Any], l
 SLOWED = {"link": LinkLimit(latency_ms=700), "lease_s": 4.0}
 """Every part is under way for a while, and what is given up is given up soon."""
 
-KINDS = ["object_store", "cma"]
 """One that copies what is offered, and one that is read where it lies."""
 
 
@@ -209,7 +208,7 @@ async def until_nothing_is_held(handle: Any) -> dict[str, Any]:
     return stats
 
 
-@pytest.mark.parametrize("transport", KINDS, indirect=True)
+@pytest.mark.parametrize("transport", ["object_store"], indirect=True)
 @pytest.mark.parametrize("settings", [SLOWED], ids=["slowed"])
 async def test_a_prefill_worker_that_dies_in_mid_transfer(actors: dict[str, Any], local_ray: Any) -> None:
     """The decode worker gives back what it had reserved, has kept nothing of the torn prompt, and answers the next one."""
@@ -224,7 +223,7 @@ async def test_a_prefill_worker_that_dies_in_mid_transfer(actors: dict[str, Any]
         reader.cancel()
 
 
-@pytest.mark.parametrize("transport", KINDS, indirect=True)
+@pytest.mark.parametrize("transport", ["cma"], indirect=True)
 @pytest.mark.parametrize("settings", [SLOWED], ids=["slowed"])
 async def test_a_request_that_is_cancelled_in_mid_transfer(actors: dict[str, Any]) -> None:
     """Both sides let go of everything, and no block of it can be reused on the decode side."""
