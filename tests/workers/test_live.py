@@ -182,8 +182,6 @@ async def test_a_killed_decode_actor_fails_the_request(actors: dict[str, Any], l
 SLOWED = {"link": LinkLimit(latency_ms=700), "lease_s": 4.0}
 """Every part is under way for a while, and what is given up is given up soon."""
 
-"""One that copies what is offered, and one that is read where it lies."""
-
 
 async def under_way(actors: dict[str, Any], request_id: str) -> None:
     """A prompt of several chunks, whose first parts are on their way to the decode worker."""
