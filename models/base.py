@@ -52,6 +52,9 @@ class KVLayout:
     dtype: torch.dtype
     windows: tuple[int | None, ...] = ()
 
+    def has_window(self, layer: int) -> bool:
+        return bool(self.windows) and self.windows[layer] is not None
+
     def first_seen(self, layer: int, tokens: int) -> int:
         """The earliest token whose state in a layer is of use to what follows `tokens` tokens."""
         window = self.windows[layer] if self.windows else None

@@ -24,11 +24,10 @@ from conductor.core.events import Event, RequestFailed, TransferFailed, Transfer
 from conductor.core.messages import GenerationJob, TokenOutput
 from conductor.core.types import BlockHash, FinishReason, RequestId, Tier, WorkerId, WorkerLoad, WorkerSpec
 from workers.assembly import Build, build_parts, node_of, warm_up
-from workers.block_pool import BlockId, OutOfBlocks
 from workers.block_rows import Restored, pool_rows, restore
 from workers.cache_commands import carry_out
 from workers.config import WorkerConfig
-from workers.exchange import Offer, split
+from workers.exchange import Offer, fetch_prefix, publish_prefix
 from workers.jobs import JobKey, job_key, last_output
 from workers.kv_store.base import KVStoreError
 from workers.kv_store.hierarchy import Hierarchy
@@ -158,23 +157,25 @@ class WorkerActor(ABC):
     async def offer_blocks(
         self, blocks: Sequence[BlockHash], first: int = 0, peer: WorkerId | None = None, cuts: Sequence[int] = ()
     ) -> Offer | None:
-        """Pin the longest held prefix of `blocks`, which begin at a root, and publish it for `peer`, all but its first `first`.
+        """Pin the longest prefix of `blocks`, which begin at a root, that can be reused here, and publish for `peer` what
+        any prompt that begins with it needs, all but its first `first` blocks.
 
-        None when no more than `first` are held. No ticket goes beyond one of the layers `cuts`, where another place of the
-        peer's begins. The offer ends with `release_offer` or its lease.
+        None when it has no more than `first`. No ticket goes beyond one of the layers `cuts`, where another place of the
+        peer's begins; such a peer keeps blocks in all layers or not at all. The offer ends with `release_offer` or its lease.
         """
         self._start()
         await self._restore_any(blocks)
-        ids = self.cache.acquire(blocks)
+        ids = self.cache.acquire(blocks, whole=bool(cuts))
         if len(ids) <= first:
             self.cache.release(ids)
             return None
         try:
-            tickets = await self._move(self._publish, ids[first:], peer, cuts)
+            parts = await self._move(publish_prefix, self.exchange, self.cache, ids, first, peer, cuts)
         except BaseException:
             self.cache.release(ids)
             raise
-        offer = Offer(tuple(blocks[: len(ids)]), first, tickets, self.id)
+        bare = 0 if cuts else max(0, len(ids) - self.cache.window_blocks)
+        offer = Offer(tuple(blocks[: len(ids)]), first, bare, parts, self.id)
         self._offers[offer.id] = offer, ids
         return offer
 
@@ -182,8 +183,8 @@ class WorkerActor(ABC):
         self.exchange.release(offer_id)
         offer, ids = self._offers.pop(offer_id, (None, []))
         if offer is not None:
-            for ticket in offer.tickets[1:]:
-                self.exchange.release(ticket.id)
+            for part in offer.parts[1:]:
+                self.exchange.release(part.ticket.id)
             self.cache.release(ids)
 
     async def pull_blocks(self, transfer_id: str, source: Any, blocks: Sequence[BlockHash]) -> None:
@@ -217,7 +218,7 @@ class WorkerActor(ABC):
             if offer is None:
                 raise TransferError(f"the source holds none of the {len(blocks) - held} missing blocks")
             try:
-                full = await self._move(self._fetch_prefix, offer)
+                full = await self._move(fetch_prefix, self.exchange, self.cache, offer)
             except TransferError as error:
                 if await source.shun_transport.remote(self.id, offer.transport, failure_text(error)):
                     return None
@@ -229,13 +230,6 @@ class WorkerActor(ABC):
             moved.was(offer.worker, offer.transport, offer.nbytes)
         self._report_link(offer.worker)
         return offer
-
-    def _fetch_prefix(self, offer: Offer) -> OutOfBlocks | None:
-        def fill(ids: Sequence[BlockId], skip: int) -> None:
-            for ticket in offer.tickets:
-                self.exchange.fetch(ticket, ids, skip)
-
-        return self.cache.import_prefix(offer.blocks, offer.first, fill)
 
     async def _restore(self, tier: Tier, blocks: Sequence[BlockHash]) -> Restored:
         """Bring a prefix up from a tier of this worker into its device pool, as far as it is there."""
@@ -252,10 +246,6 @@ class WorkerActor(ABC):
         for tier in self.store.tiers:
             if self.cache.match(blocks) < len(blocks):
                 await self._restore(tier, blocks)
-
-    def _publish(self, ids: list[int], peer: WorkerId | None, cuts: Sequence[int]) -> tuple[KVTicket, ...]:
-        runs = split(range(self.cache.kv.num_layers), (*self.exchange.cuts, *cuts))
-        return tuple(self.exchange.publish(ids, layers, peer) for layers in runs)
 
     async def offer_probes(self) -> list[KVTicket]:
         """A small offer over each transport, for a peer to rank them by."""

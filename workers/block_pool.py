@@ -6,6 +6,8 @@ Pure planning: it hands out block ids and never touches their bytes, knows no cl
 - A hash chains its parent's, so it names a whole prefix. Only full blocks have one.
 - Closure: a cached block's parent is cached too. Hence eviction takes leaves before roots, least recently used first.
 - Whoever pins a block pins its ancestors, so every idle block can be evicted in the end: `available` is what can be had.
+- A cached block may be *bare*: the state of its sliding-window layers has been left elsewhere. A prefix can be reused where its
+  last `window_blocks` blocks, which are all that a later token sees in such layers, are not bare.
 
 Changes of what is cached are kept as values, in order, until the shell drains and stamps them. Running out of blocks is a
 value, `OutOfBlocks`, not an exception. All operations are O(1) a block, eviction O(log n).
@@ -54,6 +56,7 @@ class _Cached:
 
     id: BlockId
     parent: BlockHash | None
+    bare: bool = False
     children: int = 0
     last_used: int = 0
 
@@ -73,10 +76,11 @@ class _Run:
 class BlockPool:
     """The blocks `0..num_blocks-1`. Ids with low numbers go first, so that a sequence's blocks tend to lie side by side."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, window_blocks: int = 0) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks is {num_blocks!r}; it must be at least 1")
         self.num_blocks = num_blocks
+        self._window_blocks = window_blocks
         self._free = list(range(num_blocks))  # a heap
         self._references = [0] * num_blocks
         self._names: list[BlockHash | None] = [None] * num_blocks
@@ -106,11 +110,29 @@ class BlockPool:
         return self.free + self.idle
 
     def match(self, hashes: Sequence[BlockHash]) -> int:
-        """How many of `hashes`, from the first, are cached."""
-        for depth, name in enumerate(hashes):
-            if name not in self._cached:
+        """The longest prefix of `hashes` that is cached and can be reused."""
+        usable = whole = 0
+        for depth, name in enumerate(hashes, 1):
+            entry = self._cached.get(name)
+            if entry is None:
+                break
+            whole = 0 if entry.bare else whole + 1
+            if whole >= min(depth, self._window_blocks):
+                usable = depth
+        return usable
+
+    def bare(self, name: BlockHash) -> BlockId | None:
+        """The block that is cached under `name` if it is bare."""
+        entry = self._cached.get(name)
+        return entry.id if entry is not None and entry.bare else None
+
+    def whole(self, ids: Sequence[BlockId]) -> int:
+        """How many of these cached blocks, from the first, are not bare."""
+        for depth, block in enumerate(ids):
+            name = self._names[block]
+            if name is None or self._cached[name].bare:
                 return depth
-        return len(hashes)
+        return len(ids)
 
     def cached(self) -> tuple[BlockHash, ...]:
         """Everything that is cached, each block after its parent."""
@@ -125,7 +147,7 @@ class BlockPool:
     # --- pinning ------------------------------------------------------------------------------------------------------
 
     def acquire(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
-        """Pin the longest cached prefix of `hashes` and return its blocks."""
+        """Pin the longest prefix of `hashes` that is cached and can be reused, and return its blocks."""
         ids = [self._cached[name].id for name in hashes[: self.match(hashes)]]
         self.retain(ids)
         return ids
@@ -162,7 +184,7 @@ class BlockPool:
             self._references[block] = 1
         return ids
 
-    def commit(self, block: BlockId, name: BlockHash, parent: BlockHash | None) -> BlockId:
+    def commit(self, block: BlockId, name: BlockHash, parent: BlockHash | None, *, bare: bool = False) -> BlockId:
         """Name a full, pinned block, whose parent must be cached and pinned. Returns the block to use from here on.
 
         If the name is cached already, that block is pinned in place of the given one, which is released.
@@ -180,9 +202,13 @@ class BlockPool:
                 raise InvariantError(f"closure: parent {parent:#x} of block {block} is not cached and pinned")
             above.children += 1
         self._names[block] = name
-        self._cached[name] = _Cached(block, parent)
+        self._cached[name] = _Cached(block, parent, bare)
         self._note_stored(name, parent)
         return block
+
+    def mend(self, name: BlockHash) -> None:
+        """The window state of a bare block is there again."""
+        self._cached[name].bare = False
 
     # --- forgetting ---------------------------------------------------------------------------------------------------
 

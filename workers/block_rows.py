@@ -33,10 +33,12 @@ class Restored:
 
 @contextmanager
 def pool_rows(cache: DeviceCache, names: Sequence[BlockHash], first: int) -> Iterator[list[KVArray]]:
-    """Copies of the blocks `names[first:]` that are cached without a gap. They are pinned only while they are copied."""
+    """Copies of the blocks `names[first:]` that are cached without a gap, in all layers. They are pinned only while they are
+    copied."""
     ids = cache.acquire(names)
     try:
-        rows = _packed(cache.read(ids[first:])) if len(ids) > first else []
+        whole = ids[first : first + cache.whole(ids[first:])]
+        rows = _packed(cache.read(whole)) if whole else []
     finally:
         cache.release(ids)
     yield rows

@@ -20,6 +20,7 @@ from models.host_copies import HostCopies
 from workers.block_pool import BlockId, BlockPool, OutOfBlocks, PoolChange
 from workers.kv_transfer.base import KVDescriptor
 from workers.kv_transfer.blocks import KVArray, KVBlocks
+from workers.needed_state import window_blocks
 
 Fill: TypeAlias = Callable[[KVBlocks, int], None]
 """Fills blocks with what is wanted there, leaving out as many blocks at the front of that as the number says."""
@@ -51,7 +52,8 @@ class DeviceCache:
         self.paged = PagedKVCache(layout, num_blocks, block_tokens, device, held)
         self.kv = describe_layout(layout, block_tokens)
         self.on_freed: Callable[[], None] = lambda: None
-        self._pool = BlockPool(num_blocks)
+        self.window_blocks = window_blocks(layout, block_tokens)
+        self._pool = BlockPool(num_blocks, self.window_blocks)
         self._lock = threading.Lock()
         self._copies = HostCopies(self.paged.layers[0].device)
         self._rows: list[KVArray] | None = [_rows(layer) for layer in self.paged.layers] if self._on_cpu else None
@@ -86,12 +88,16 @@ class DeviceCache:
         with self._lock:
             return self._pool.match(hashes)
 
-    def acquire(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
+    def acquire(self, hashes: Sequence[BlockHash], *, whole: bool = False) -> list[BlockId]:
+        """Pin the longest prefix of `hashes` that can be reused; with `whole` no further than all of it has all layers."""
         with self._lock:
-            return self._pool.acquire(hashes)
+            ids = self._pool.acquire(hashes)
+            kept = self._pool.whole(ids) if whole else len(ids)
+            self._pool.release(ids[kept:])
+            return ids[:kept]
 
     def reserve(self, hashes: Sequence[BlockHash], blocks: int) -> tuple[list[BlockId], int] | OutOfBlocks:
-        """`blocks` pinned blocks that begin with the longest cached prefix of `hashes`, and the length of that prefix."""
+        """`blocks` pinned blocks that begin with the longest prefix of `hashes` that can be reused, and its length."""
         with self._lock:
             held = self._pool.acquire(hashes[:blocks])
             fresh = self._pool.allocate(blocks - len(held))
@@ -104,12 +110,29 @@ class DeviceCache:
         with self._lock:
             return self._pool.allocate(count)
 
-    def commit(self, table: list[BlockId], first: int, hashes: Sequence[BlockHash]) -> None:
-        """Name the full blocks `table[first:len(hashes)]` in place; earlier ones are named already."""
+    def commit(self, table: list[BlockId], first: int, hashes: Sequence[BlockHash], bare: int = 0) -> None:
+        """Name the full blocks `table[first:len(hashes)]` in place; earlier ones are named already. Those before `bare` have no
+        window state; the others give theirs to equal ones that are cached without."""
         with self._lock:
             for position in range(first, len(hashes)):
-                parent = hashes[position - 1] if position else None
-                table[position] = self._pool.commit(table[position], hashes[position], parent)
+                name, parent = hashes[position], hashes[position - 1] if position else None
+                if position >= bare:
+                    self._mend(name, table[position])
+                table[position] = self._pool.commit(table[position], name, parent, bare=position < bare)
+
+    def _mend(self, name: BlockHash, whole: BlockId) -> None:
+        """Nobody reads what is written: nothing sees, offers or keeps the window state of a bare block."""
+        bare = self._pool.bare(name)
+        if bare is not None:
+            for layer, kept in zip(self.paged.held, self.paged.layers, strict=True):
+                if self.paged.layout.has_window(layer):
+                    kept[bare].copy_(kept[whole])
+            self._pool.mend(name)
+
+    def whole(self, ids: Sequence[BlockId]) -> int:
+        """How many of these pinned blocks, from the first, have the state of all their layers."""
+        with self._lock:
+            return self._pool.whole(ids)
 
     def retain(self, ids: Sequence[BlockId]) -> None:
         with self._lock:
@@ -189,8 +212,9 @@ class DeviceCache:
         fill(KVBlocks.of([_rows(layer) for layer in staged], chosen.start))
         self.paged.scatter(ids, self._copies.to_device(staged), chosen)
 
-    def import_prefix(self, hashes: Sequence[BlockHash], first: int, fill: FillIds) -> OutOfBlocks | None:
-        """Keep blocks that come from elsewhere: `fill` brings the KV of `hashes[first:]`; their ancestors are cached here.
+    def import_prefix(self, hashes: Sequence[BlockHash], first: int, fill: FillIds, bare: int = 0) -> OutOfBlocks | None:
+        """Keep blocks that come from elsewhere: `fill` brings the KV of `hashes[first:]`, those before `bare` without window
+        state; their ancestors are cached here.
 
         Blocks that are cached meanwhile are left as they are. When an ancestor was evicted meanwhile, nothing is kept.
         """
@@ -201,7 +225,7 @@ class DeviceCache:
         try:
             if first <= held < len(hashes):
                 fill(table[held:], held - first)
-                self.commit(table, held, hashes)
+                self.commit(table, held, hashes, bare)
         finally:
             self.release(table)
         return None

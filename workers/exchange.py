@@ -2,7 +2,8 @@
 
 The blocks of one pool, and of one prompt, may lie in several places, each with some of the layers (`staged.py`); a ticket is
 for one place. So whoever wants blocks names the layers where its own places begin, `cuts`, and gets a ticket for each run of
-layers that lies in one place on both sides.
+layers that lies in one place on both sides. Only a pool that lies in one place can give a block window state later on
+(`DeviceCache.commit`), so the others get blocks in all layers.
 """
 
 from __future__ import annotations
@@ -13,34 +14,37 @@ from itertools import pairwise
 from typing import Protocol
 
 from conductor.core.types import BlockHash, WorkerId
-from workers.block_pool import BlockId
+from workers.block_pool import BlockId, OutOfBlocks
 from workers.device_cache import DeviceCache
+from workers.jobs import HandoverPart
 from workers.kv_transfer.base import KVTicket
 from workers.kv_transfer.blocks import KVBlocks
 from workers.kv_transfer.paired import PairedTransports
+from workers.needed_state import prefix_parts
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Blocks `blocks[first:]` can be fetched with `tickets`, some layers with each; all of `blocks` are held, and pinned until
-    release."""
+    """Blocks `blocks[first:]` can be fetched in `parts`; all of `blocks` are held, and pinned until release. Those before
+    `bare` come without the state of their window layers."""
 
     blocks: tuple[BlockHash, ...]
     first: int
-    tickets: tuple[KVTicket, ...]
+    bare: int
+    parts: tuple[HandoverPart, ...]
     worker: WorkerId
 
     @property
     def id(self) -> str:
-        return self.tickets[0].id
+        return self.parts[0].ticket.id
 
     @property
     def transport(self) -> str:
-        return self.tickets[0].transport
+        return self.parts[0].ticket.transport
 
     @property
     def nbytes(self) -> int:
-        return sum(ticket.nbytes for ticket in self.tickets)
+        return sum(part.ticket.nbytes for part in self.parts)
 
 
 class Exchange(Protocol):
@@ -93,6 +97,33 @@ class LocalExchange:
 
     def close(self) -> None:
         self._transport.close()
+
+
+def publish_prefix(
+    exchange: Exchange, cache: DeviceCache, ids: Sequence[BlockId], first: int, peer: WorkerId | None, cuts: Sequence[int]
+) -> tuple[HandoverPart, ...]:
+    """Offer the blocks `ids[first:]` of a prefix to a peer, without window state that no later token sees."""
+    layout, missing = cache.paged.layout, range(first, len(ids))
+    parts = [(missing, range(layout.num_layers))] if cuts else prefix_parts(layout, cache.block_tokens, missing)
+    return tuple(
+        HandoverPart(blocks.start, exchange.publish(ids[blocks.start : blocks.stop], run, peer))
+        for blocks, layers in parts
+        for run in split(layers, (*exchange.cuts, *cuts))
+    )
+
+
+def fetch_prefix(exchange: Exchange, cache: DeviceCache, offer: Offer) -> OutOfBlocks | None:
+    """Fetch what is offered and keep it."""
+
+    def fill(ids: Sequence[BlockId], skip: int) -> None:
+        begin = offer.first + skip
+        for part in offer.parts:
+            missing = range(max(begin, part.first_block), part.blocks.stop)
+            if missing:
+                into = ids[missing.start - begin : missing.stop - begin]
+                exchange.fetch(part.ticket, into, missing.start - part.first_block)
+
+    return cache.import_prefix(offer.blocks, offer.first, fill, offer.bare)
 
 
 def split(layers: range, cuts: Sequence[int]) -> list[range]:

@@ -1,12 +1,13 @@
-"""Which state of a prompt a decode worker needs: all of it in global layers, the last tokens' alone in sliding-window layers.
+"""Which state of a prompt another worker needs: all of it in global layers, the last tokens' alone in sliding-window layers.
 
 Window state that no later token sees stays on the worker that computed it. What a decode worker gets so is whole for the
-sequence that it decodes and for no other, so it names none of that sequence's blocks. Pure.
+sequence that it decodes and for no other, so it names none of that sequence's blocks. What a prefill worker pulls serves any
+prompt that begins with all of it, and is named; its block pool knows which blocks came without window state. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from models.base import KVLayout
@@ -16,6 +17,26 @@ def needed_parts(layout: KVLayout, tokens: int, block_tokens: int, blocks: range
     """Of `blocks` in `layers`, those that the token after `tokens` tokens sees, as rectangles of (blocks, layers)."""
     seen = {layer: layout.first_seen(layer, tokens) for layer in layers}
     first = {layer: blocks.stop if token == tokens else token // block_tokens for layer, token in seen.items()}
+    return _rectangles(first, blocks, layers)
+
+
+def window_blocks(layout: KVLayout, block_tokens: int) -> int:
+    """How many of a prefix's last blocks have window state that a token after it sees, in the layer that sees the farthest; at
+    least one where there are windows, so that there is something to have."""
+    reach = max((max(1, window - 1) for window in layout.windows if window is not None), default=0)
+    return -(-reach // block_tokens)
+
+
+def prefix_parts(layout: KVLayout, block_tokens: int, blocks: range) -> list[tuple[range, range]]:
+    """Of `blocks`, which end a prefix, what any token after it sees, as rectangles of (blocks, layers). All window layers of a
+    block or none: a block has its window state or has not."""
+    tail = max(0, blocks.stop - window_blocks(layout, block_tokens))
+    layers = range(layout.num_layers)
+    return _rectangles({layer: tail if layout.has_window(layer) else 0 for layer in layers}, blocks, layers)
+
+
+def _rectangles(first: Mapping[int, int], blocks: range, layers: range) -> list[tuple[range, range]]:
+    """Of `blocks` in `layers`, those from each layer's `first` on."""
     bounds = sorted({blocks.start, blocks.stop, *(block for block in first.values() if block in blocks)})
     return [
         (range(start, stop), run)

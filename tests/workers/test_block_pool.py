@@ -147,16 +147,22 @@ def test_misuse_is_a_bug() -> None:
 class PoolMachine(RuleBasedStateMachine):
     """Sequences come and go over few blocks; a plain model remembers references and what was reported."""
 
-    @initialize(num_blocks=st.integers(1, 9))
-    def start(self, num_blocks: int) -> None:
-        self.pool = BlockPool(num_blocks)
+    @initialize(num_blocks=st.integers(1, 9), window_blocks=st.integers(0, 3))
+    def start(self, num_blocks: int, window_blocks: int) -> None:
+        self.pool = BlockPool(num_blocks, window_blocks)
+        self.window_blocks = window_blocks
+        self.bare: set[int] = set()
         self.tables: list[list[int]] = []
         self.reported: dict[int, int | None] = {}
 
-    @rule(branch=st.integers(1, 3), depth=st.integers(1, 6), partial=st.integers(0, 2))
-    def begin(self, branch: int, depth: int, partial: int) -> None:
+    def reusable(self, hashes: tuple[int, ...]) -> bool:
+        return all(name in self.reported for name in hashes) and not self.bare & set(hashes[::-1][: self.window_blocks])
+
+    @rule(branch=st.integers(1, 3), depth=st.integers(1, 6), partial=st.integers(0, 2), bare=st.integers(0, 6))
+    def begin(self, branch: int, depth: int, partial: int, bare: int) -> None:
+        """`bare` of the blocks come from elsewhere without window state."""
         hashes = chain(branch, depth)
-        longest = max((k for k in range(depth + 1) if all(name in self.reported for name in hashes[:k])), default=0)
+        longest = max(k for k in range(depth + 1) if self.reusable(hashes[:k]))
         assert longest == self.pool.match(hashes)
         ids = self.pool.acquire(hashes)
         assert longest == len(ids)
@@ -169,8 +175,14 @@ class PoolMachine(RuleBasedStateMachine):
             return
         assert pinned.isdisjoint(fresh)
         for position in range(len(ids), depth):
-            block = fresh.pop(0)
-            ids.append(self.pool.commit(block, hashes[position], hashes[position - 1] if position else None))
+            block, name = fresh.pop(0), hashes[position]
+            if position >= bare and self.pool.bare(name) is not None:
+                self.pool.mend(name)
+            elif position < bare and name not in self.pool.cached():
+                self.bare.add(name)
+            ids.append(self.pool.commit(block, name, hashes[position - 1] if position else None, bare=position < bare))
+            if position >= bare:
+                self.bare.discard(name)
         self.tables.append(ids + fresh)
 
     @rule(pick=st.integers(0, 99))
@@ -194,6 +206,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check()
         self._follow_reports()
         assert set(self.reported) == set(self.pool.cached())
+        assert self.bare == {name for name in self.reported if self.pool.bare(name) is not None}
         assert len({block for table in self.tables for block in table}) == self.pool.pinned
 
     def _follow_reports(self) -> None:
@@ -202,6 +215,7 @@ class PoolMachine(RuleBasedStateMachine):
             if isinstance(change, Removed):
                 for name in change.blocks:
                     del self.reported[name]
+                    self.bare.discard(name)
                     assert name not in self.reported.values()
                 continue
             parent = change.parent

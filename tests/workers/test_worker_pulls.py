@@ -93,8 +93,8 @@ async def test_an_offer_pins_until_it_is_released(cluster: Cluster) -> None:
     hashes = make_job("r1", PROMPT).request.block_hashes
     await until(lambda: worker.cache.pinned == 0)
     offer = await worker.offer_blocks((*hashes, 99), 1)
-    (ticket,) = offer.tickets
-    assert (offer.blocks, offer.first, ticket.blocks, worker.cache.pinned) == (hashes, 1, 5, 6)
+    (part,) = offer.parts
+    assert (offer.blocks, offer.first, part.ticket.blocks, worker.cache.pinned) == (hashes, 1, 5, 6)
     assert await worker.offer_blocks((99,)) is None
     assert await worker.offer_blocks(hashes, 6) is None
     await worker.release_offer(offer.id)
