@@ -45,6 +45,7 @@ from workers.kv_transfer.blocks import KVBlocks
 from workers.kv_transfer.paired import PairedTransports
 from workers.kv_transfer.select import make_transports
 from workers.kv_transfer.throttled import LinkLimit
+from workers.needed_state import window_blocks
 from workers.processors import bind_process
 from workers.profiler import Profiler
 from workers.ray_stage import start_stages
@@ -100,10 +101,11 @@ def build_parts(config: WorkerConfig) -> WorkerParts:
     store_codec = block_codec(config.store.codec, loaded.model.layout, config.block_tokens)
     tiers = make_tiers(config, BlockFormat(stored_namespace(config, namespace), engine.cache.kv), store_codec)
     moved = profile.kv_bytes_per_token if codec is None else moved_bytes(engine.cache.kv, codec)
+    profile = replace(profile, kv_bytes_per_token=moved, tier_bytes_per_s=tiers.speeds())
     return WorkerParts(
         engine=engine,
         transports=coded_transports(config, engine.cache.kv, codec),
-        profile=replace(profile, kv_bytes_per_token=moved, tier_bytes_per_s=tiers.speeds()),
+        profile=profile if config.stages > 1 else windowed_profile(profile, computing.model.layout),
         tiers=tiers,
         model_name=loaded.card.name,
         root_of=lambda domain: KVNamespace(namespace, config.block_tokens, salt=domain).seed,
@@ -190,6 +192,16 @@ def make_tiers(config: WorkerConfig, block_format: BlockFormat, codec: BlockCode
 def moved_bytes(kv: KVDescriptor, codec: BlockCodec) -> int:
     """Of one token, when it moves in a codec's format."""
     return kv.num_layers * codec.layer_block_bytes // kv.block_tokens
+
+
+def windowed_profile(profile: CostProfile, layout: KVLayout) -> CostProfile:
+    """The same worker, which leaves behind window state when it pulls; a worker in stages pulls blocks in all layers."""
+    layers = sum(layout.has_window(layer) for layer in range(layout.num_layers))
+    return replace(
+        profile,
+        kv_window_bytes_per_token=profile.kv_bytes_per_token * layers // layout.num_layers,
+        kv_window_tokens=window_blocks(layout, profile.block_tokens) * profile.block_tokens,
+    )
 
 
 def node_of(config: WorkerConfig) -> str:

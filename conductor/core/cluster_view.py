@@ -159,7 +159,7 @@ class ClusterView:
         link_bytes_per_s = float((pool.link_bytes_per_s if links is None else links.bytes_per_s)[row])
         latency_s = float((pool.latency_s if links is None else links.latency_s)[row])
         speed = min(float(pool.nic_bytes_per_s[row]), link_bytes_per_s)
-        return latency_s + tokens * self.specs[target].profile.kv_bytes_per_token / speed
+        return latency_s + self.specs[target].profile.moved_bytes(tokens) / speed
 
     def describe(self, now: float, trust: Trust) -> dict[WorkerId, dict[str, Any]]:
         """What is believed of each worker, as JSON values."""

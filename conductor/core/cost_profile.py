@@ -38,6 +38,9 @@ class CostProfile:
     `chunk_tokens` is the longest run of new tokens that the worker computes in one step; longer prompts pay c0 again for
     every further step. `packs_prompts` tells that one step may compute several prompts. `first_token_after_handover` tells
     that the first token leaves the decode worker, after transfer and one decode step, rather than the prefill worker.
+
+    Of `kv_bytes_per_token` the share `kv_window_bytes_per_token` is of sliding-window layers, and moves between workers for a
+    prefix's last `kv_window_tokens` tokens only; tiers keep all.
     """
 
     prefill_base_s: float
@@ -59,6 +62,8 @@ class CostProfile:
     flow_share: float = 1.0
     residuals: ResidualQuantiles = ResidualQuantiles()
     samples: int = 0
+    kv_window_bytes_per_token: int = 0
+    kv_window_tokens: int = 0
 
     @property
     def calibrated(self) -> bool:
@@ -76,6 +81,11 @@ class CostProfile:
 
     def _serial_s(self, steps: int, n: int, p: int) -> float:
         return self.prefill_base_s * steps + self.prefill_per_token_s * (n - p) + self.prefill_per_token2_s * (n * n - p * p)
+
+    def moved_bytes(self, tokens: int) -> int:
+        """What moves of so many tokens of a prefix, up to its end, from worker to worker."""
+        left_behind = max(0, tokens - self.kv_window_tokens) * self.kv_window_bytes_per_token
+        return tokens * self.kv_bytes_per_token - left_behind
 
     def decode_step_s(self, batch: int, context_tokens: int) -> float:
         """Seconds of one decode step over `batch` sequences that hold `context_tokens` of KV together."""

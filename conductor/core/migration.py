@@ -179,7 +179,7 @@ class Migration:
         tokens = len(head.blocks) * self._block_tokens
         flow = Flow(sources[0], target)
         saved_s, cost_s = self._reckon(head, flow, tokens, len(holders) + len(coming), now)
-        too_large = tokens * self._view.specs[target].profile.kv_bytes_per_token > self._allowance_bytes
+        too_large = self._view.specs[target].profile.moved_bytes(tokens) > self._allowance_bytes
         if saved_s <= cost_s or too_large:
             return None
         self._numbers += 1
@@ -220,7 +220,7 @@ class Migration:
         return bool(pool.flows_in[row] or pool.flows_out[row])
 
     def _begin(self, head: Head, copy: Copy) -> Command:
-        size_bytes = len(head.blocks) * self._block_tokens * self._view.specs[copy.flow.target].profile.kv_bytes_per_token
+        size_bytes = self._view.specs[copy.flow.target].profile.moved_bytes(len(head.blocks) * self._block_tokens)
         self._allowance_bytes -= size_bytes
         self._copies[copy.command.transfer_id] = copy
         self._view.open_flow(copy.flow)

@@ -63,8 +63,11 @@ class PrefillPool(WorkerTable):
         "shared_bytes_per_s": np.float64,
         "latency_s": np.float64,
         "kv_bytes_per_token": np.float64,
+        "window_bytes_per_token": np.float64,
+        "window_tokens": np.float64,
         "layer_groups": np.float64,
         "handover_s_per_token": np.float64,
+        "handover_window_s_per_token": np.float64,
         "handover_latency_s": np.float64,
         "handover_groups": np.float64,
         "overlap_share": np.float64,
@@ -107,8 +110,11 @@ class PrefillPool(WorkerTable):
     shared_bytes_per_s: FloatArray
     latency_s: FloatArray
     kv_bytes_per_token: FloatArray
+    window_bytes_per_token: FloatArray  # of these, what moves for the last `window_tokens` tokens only
+    window_tokens: FloatArray
     layer_groups: FloatArray
     handover_s_per_token: FloatArray
+    handover_window_s_per_token: FloatArray
     handover_latency_s: FloatArray
     handover_groups: FloatArray
     overlap_share: FloatArray  # of a transfer that hides behind the compute, or of the compute that hides behind it
@@ -131,6 +137,7 @@ class PrefillPool(WorkerTable):
         self.lower_holders: tuple[Holder, ...] = ()  # host, disk and shared store of each row; empty where nobody has any
         self.chunked = False  # whether any worker cuts prompts into steps
         self.staged = False  # whether any worker begins a step before it has finished one
+        self.windowed = False  # whether any worker's transfers leave window state behind
         self.layered = False  # whether any worker's transfers overlap its compute
         self.awaits_handover = False  # whether the first token of any worker's prompts leaves its decode worker
 
@@ -155,6 +162,8 @@ class PrefillPool(WorkerTable):
             "shared_bytes_per_s": tier_bytes_per_s(spec, Tier.SHARED),
             "latency_s": profile.transfer_latency_s,
             "kv_bytes_per_token": profile.kv_bytes_per_token,
+            "window_bytes_per_token": profile.kv_window_bytes_per_token,
+            "window_tokens": profile.kv_window_tokens,
             "layer_groups": profile.layer_groups,
             "overlap_share": 1.0 - 1.0 / profile.layer_groups,
             "flow_share": profile.flow_share,
@@ -298,6 +307,7 @@ class PrefillPool(WorkerTable):
         self.awaits_handover = bool(self.handover_groups.any())
         self.chunked = bool((self.chunk_tokens < UNCHUNKED_TOKENS).any())
         self.staged = bool((self.flow_share < 1.0).any())
+        self.windowed = bool(self.window_bytes_per_token.any())
         self.layered = bool((self.layer_groups > 1.0).any())
 
     def _check_kept(self) -> None:
@@ -328,8 +338,10 @@ def _handover(spec: WorkerSpec) -> dict[str, float]:
     if not profile.first_token_after_handover or spec.role is Role.COUPLED:
         return {}
     nic_bytes_per_s = math.inf if spec.nic_bytes_per_s is None else spec.nic_bytes_per_s
+    bytes_per_s = min(profile.transfer_bytes_per_s, nic_bytes_per_s)
     return {
-        "handover_s_per_token": profile.kv_bytes_per_token / min(profile.transfer_bytes_per_s, nic_bytes_per_s),
+        "handover_s_per_token": profile.kv_bytes_per_token / bytes_per_s,
+        "handover_window_s_per_token": profile.kv_window_bytes_per_token / bytes_per_s,
         "handover_latency_s": profile.transfer_latency_s,
         "handover_groups": profile.layer_groups if profile.handover_overlaps_prefill else 1.0,
     }

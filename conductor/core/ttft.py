@@ -5,7 +5,8 @@
 Queue time comes from the pool's belief (`prefill_pool.py`). Prefill time is the fitted form `c0 + c1 (n-p) + c2 (n^2-p^2)`,
 c0 paid once a chunk, times an online correction; a worker that is a pipeline computes several chunks at once
 (`cost_profile.py`). Transfer time is bytes over what the path has left (the source's NIC, the target's NIC, the tier, each
-shared with the transfers in flight there) plus a latency. Transfer and compute overlap layer group by layer group:
+shared with the transfers in flight there) plus a latency; between workers less what windows leave behind
+(`CostProfile.moved_bytes`). Transfer and compute overlap layer group by layer group:
 with G groups a request pays (T + P) / G + (1 - 1/G) max(T, P), which is T + P for one group and goes to max(T, P) for many
 (Mooncake v3, section 5.2). What `transfer_s` reports is what the transfer adds to the prefill time.
 
@@ -134,6 +135,8 @@ class PrefillTerms:
             return self.view.storage.read_s(tokens * pool.kv_bytes_per_token)
         links = None if source is None else self.view.links.outbound(source.owner)
         seconds: FloatArray = tokens * pool.kv_bytes_per_token
+        if pool.windowed:
+            seconds -= np.maximum(tokens - pool.window_tokens, 0.0) * pool.window_bytes_per_token
         seconds /= np.minimum(
             pool.inbound_bytes_per_s() if links is None else pool.inbound_over(links.bytes_per_s), bytes_per_s
         )
@@ -142,9 +145,14 @@ class PrefillTerms:
 
     def handover_s(self) -> FloatArray | None:
         """Time to send the whole prompt's KV to a decode worker; None where the first token does not wait for it."""
-        if not self.pool.awaits_handover:
+        pool = self.pool
+        if not pool.awaits_handover:
             return None
-        return self.pool.handover_latency_s + self.prompt_tokens * self.pool.handover_s_per_token
+        seconds: FloatArray = self.prompt_tokens * pool.handover_s_per_token
+        if pool.windowed:
+            seconds -= np.maximum(self.prompt_tokens - pool.window_tokens, 0.0) * pool.handover_window_s_per_token
+        seconds += pool.handover_latency_s
+        return seconds
 
     def restore_s(self, tokens: FloatArray, tier: Tier) -> FloatArray:
         """Time to bring `tokens` up from a lower tier of the worker's own node, or from the shared store."""

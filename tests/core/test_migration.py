@@ -62,6 +62,13 @@ def test_a_copy_larger_than_the_budget_waits_until_it_is_saved_up() -> None:
     assert [len(copies(round_of(driven))) for _ in range(2)] == [0, 1]
 
 
+def test_a_copy_takes_of_the_budget_what_windows_let_travel() -> None:
+    """Of the 64 MB of all layers 12.8 MB of the global ones and 10.24 MB of the window move: enough in the first round."""
+    profile = replace(PROFILE, kv_window_bytes_per_token=80_000, kv_window_tokens=128)
+    driven = hot(replace(BUDGET, budget_bytes_per_s=4e7), profile=profile)
+    assert len(copies(round_of(driven))) == 1
+
+
 def test_a_copy_that_costs_more_than_it_saves_is_not_made() -> None:
     """Over a link of 1 MB/s the transfer takes a minute for a prefill of less than a tenth of a second."""
     assert copies(round_of(hot(profile=replace(PROFILE, transfer_bytes_per_s=1e6)))) == []

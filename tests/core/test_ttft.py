@@ -84,6 +84,32 @@ def test_a_pull_hides_behind_the_compute_layer_group_by_layer_group(groups: int)
     assert placed.ttft.transfer_s == pytest.approx(whole_s - compute_s)
 
 
+WINDOWED = replace(PROFILE, kv_window_bytes_per_token=80_000, kv_window_tokens=128)
+
+
+@pytest.mark.parametrize(("held", "moved"), [(1, 64 * 100_000), (2, 128 * 100_000), (5, 320 * 20_000 + 128 * 80_000)])
+def test_a_pull_leaves_behind_what_windows_do_not_see(held: int, moved: int) -> None:
+    """Of window layers the last tokens of the prefix move, of the others all."""
+    slow = {"prefill_per_token_s": 1e-3, "layer_groups": 1}
+    joined = WorkerJoined(worker("p9", Role.PREFILL, profile=replace(WINDOWED, **slow)), epoch=1)
+    driven = drive(SchedulerConfig(policy="conductor"), [*cluster(prefill=1, profile=replace(PROFILE, **slow)), joined])
+    driven.store("p0", blocks(held, shared=held))
+    driven.place(request("r0", tokens=6400, shared=held))
+    placed = driven.place(request("r1", tokens=640, shared=held))
+    assert (placed.prefill, placed.reuse.fetched_tokens) == ("p9", 64 * held)
+    assert placed.ttft.transfer_s == pytest.approx(moved / 1e10)
+    assert WINDOWED.moved_bytes(64 * held) == moved
+
+
+@pytest.mark.parametrize("tokens", [100, 640])
+def test_a_handover_leaves_behind_what_windows_do_not_see(tokens: int) -> None:
+    """The wait for the hand-over counts what travels."""
+    profile = replace(SERIAL, kv_window_bytes_per_token=80_000, kv_window_tokens=128)
+    estimate = drive(joins=cluster(profile=profile)).place(request(tokens=tokens)).ttft
+    step_s = 0.01 + 0.001 + tokens * 1e-7
+    assert estimate.handover_s == pytest.approx(WINDOWED.moved_bytes(tokens) / 1e10 + step_s)
+
+
 def test_a_worker_in_stages_computes_several_chunks_at_once() -> None:
     """With 60 % of a chunk's time until the next, four chunks and a short one take that of all, and the rest of the last."""
     profile = replace(PROFILE, prefill_per_token2_s=1e-8, chunk_tokens=512, flow_share=0.6)

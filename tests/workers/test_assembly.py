@@ -16,14 +16,17 @@ from conductor.serve import prepare_model
 from models.folder import namespace_in_formats
 from models.kv_layout import FORMATS
 from tests.models.builders import write_tiny_folder
+from tests.models.test_windows import write_windowed
 from tests.workers.actor_doubles import PROFILE
 from tests.workers.doubles import packed
 from workers.assembly import PROBE, build_parts, round_trip, throttled_profile, warm_up
 from workers.config import WorkerConfig
+from workers.exchange import publish_prefix
 from workers.kv_store.settings import StoreSettings
 from workers.kv_transfer.base import KVDescriptor, KVTicket
 from workers.kv_transfer.blocks import KVBlocks
 from workers.kv_transfer.loopback import Fabric, LoopbackTransport
+from workers.kv_transfer.paired import PairedTransports
 from workers.kv_transfer.throttled import LinkLimit
 
 
@@ -50,8 +53,27 @@ def test_parts_fit_together(config: WorkerConfig) -> None:
     assert parts.model_name == "tiny"
     assert parts.profile.calibrated
     assert parts.profile.kv_bytes_per_token == parts.engine.cache.kv.block_bytes // 16
+    assert (parts.profile.kv_window_bytes_per_token, parts.profile.kv_window_tokens) == (0, 0)
     warm_up(parts.engine)
     assert (parts.engine.cache.pinned, parts.engine.cache.idle, parts.engine.cache.drain_changes()) == (0, 0, [])
+
+
+@pytest.mark.parametrize("codec", [None, "bf16"])
+def test_the_profile_says_what_a_pull_moves(config: WorkerConfig, tmp_path: Path, codec: str | None) -> None:
+    """Block by block, what is offered of a prefix of a model with windows, in the format in which it moves."""
+    write_windowed(tmp_path / "windowed", "gemma2")
+    config = replace(config, model=str(tmp_path / "windowed"), kv_memory_bytes=1 << 20, block_tokens=4, transport_codec=codec)
+    parts = build_parts(replace(config, profile=replace(PROFILE, kv_bytes_per_token=4 * 2 * 2 * 16 * 4)))
+    engine = parts.engine
+    paired = PairedTransports(engine.cache.kv, parts.transports)
+    exchange = parts.exchange(engine.cache, paired, 20.0)
+    for blocks in (1, 5, 6, 14):
+        offered = publish_prefix(exchange, engine.cache, range(blocks), 0, "p1", ())
+        assert sum(part.ticket.nbytes for part in offered) == parts.profile.moved_bytes(4 * blocks)
+        for part in offered:
+            exchange.release(part.ticket.id)
+    assert parts.profile.moved_bytes(1000) < 1000 * parts.profile.kv_bytes_per_token
+    exchange.close()
 
 
 def test_the_transfer_probe_moves_what_it_is_asked_to() -> None:
