@@ -109,6 +109,13 @@ class BlockPool:
         """How many blocks `allocate` can give out."""
         return self.free + self.idle
 
+    def depth(self, hashes: Sequence[BlockHash]) -> int:
+        """The longest prefix of `hashes` that is cached, bare or not."""
+        for depth, name in enumerate(hashes):
+            if name not in self._cached:
+                return depth
+        return len(hashes)
+
     def match(self, hashes: Sequence[BlockHash]) -> int:
         """The longest prefix of `hashes` that is cached and can be reused."""
         usable = whole = 0
@@ -148,7 +155,11 @@ class BlockPool:
 
     def acquire(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
         """Pin the longest prefix of `hashes` that is cached and can be reused, and return its blocks."""
-        ids = [self._cached[name].id for name in hashes[: self.match(hashes)]]
+        return self.acquire_cached(hashes[: self.match(hashes)])
+
+    def acquire_cached(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
+        """Pin a cached prefix, bare or not, and return its blocks."""
+        ids = [self._cached[name].id for name in hashes]
         self.retain(ids)
         return ids
 

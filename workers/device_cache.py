@@ -106,6 +106,22 @@ class DeviceCache:
                 return fresh
             return held + fresh, len(held)
 
+    def reserve_bare(
+        self, hashes: Sequence[BlockHash], blocks: int, replayed: int
+    ) -> tuple[list[BlockId], int, list[BlockId]] | None:
+        """As `reserve`, with all that is cached of `hashes`, bare or not, and `replayed` spare blocks to compute its end again.
+        None where that is no less than to compute what cannot be reused, or there is no room for it."""
+        with self._lock:
+            cached = self._pool.depth(hashes)
+            if replayed >= cached - self._pool.match(hashes):
+                return None
+            held = self._pool.acquire_cached(hashes[:cached])
+            fresh = self._pool.allocate(blocks - cached + replayed)
+            if isinstance(fresh, OutOfBlocks):
+                self._pool.release(held)
+                return None
+            return held + fresh[replayed:], cached, fresh[:replayed]
+
     def allocate(self, count: int) -> list[BlockId] | OutOfBlocks:
         with self._lock:
             return self._pool.allocate(count)
@@ -128,6 +144,10 @@ class DeviceCache:
                 if self.paged.layout.has_window(layer):
                     kept[bare].copy_(kept[whole])
             self._pool.mend(name)
+
+    def copy(self, ids: Sequence[BlockId], into: Sequence[BlockId]) -> None:
+        """Copy pinned blocks into blocks that belong to the caller."""
+        self.paged.scatter(into, self.paged.gather(ids))
 
     def whole(self, ids: Sequence[BlockId]) -> int:
         """How many of these pinned blocks, from the first, have the state of all their layers."""

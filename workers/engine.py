@@ -20,9 +20,9 @@ from conductor.core.types import BlockHash
 from models.base import CausalLM, ForwardBatch
 from models.prompt_lookup import guess_next
 from models.sampling import SampledToken, TokenHistory, has_penalty, sample
-from workers.block_pool import OutOfBlocks
+from workers.block_pool import BlockId, OutOfBlocks
 from workers.device_cache import DeviceCache, Fill
-from workers.needed_state import needed_parts
+from workers.needed_state import needed_parts, replayed_blocks
 from workers.sequence import KVSequence, Prompt
 
 Extend: TypeAlias = Callable[[BlockHash, bytes], BlockHash]
@@ -30,11 +30,13 @@ OnLayer: TypeAlias = Callable[[int], None]
 
 
 class Engine:
-    """A model and its device cache. `extend(parent, tokens as little-endian int32)` hashes a block."""
+    """A model and its device cache. `extend(parent, tokens as little-endian int32)` hashes a block. `replay_windows`: how many
+    windows are replayed to rebuild window state that is missing, by default as many as make it exact."""
 
-    def __init__(self, model: CausalLM, cache: DeviceCache, extend: Extend = extend) -> None:
+    def __init__(self, model: CausalLM, cache: DeviceCache, extend: Extend = extend, replay_windows: int | None = None) -> None:
         self.model = model
         self.cache = cache
+        self._replayed = replayed_blocks(model.layout, cache.block_tokens, replay_windows)
         self._extend = extend
         self._device = cache.paged.layers[0].device
 
@@ -49,9 +51,15 @@ class Engine:
     # --- the life of a sequence ---------------------------------------------------------------------------------------
 
     def begin(self, prompt: Prompt) -> KVSequence | OutOfBlocks:
-        """Reserve blocks for the whole prompt, the longest cached prefix among them. All but that prefix is to be computed."""
+        """Reserve blocks for the whole prompt, the longest cached prefix among them. All but that prefix is to be computed, if
+        there are `spare` blocks after a `rebuild`."""
         reusable = (len(prompt.tokens) - 1) // self.cache.block_tokens
-        return self._reserve(prompt, prompt.tokens, reusable)
+        if self._replayed:
+            found = self.cache.reserve_bare(prompt.hashes[:reusable], self.blocks_for(len(prompt.tokens)), self._replayed)
+            if found is not None:
+                table, cached, spare = found
+                return self._sequence(prompt, table, cached, spare)
+        return self._reserve(prompt, reusable)
 
     def begin_again(self, sequence: KVSequence) -> KVSequence | OutOfBlocks:
         """The same for a sequence whose blocks were given back while it decoded: everything but its last token needs KV."""
@@ -68,28 +76,47 @@ class Engine:
 
     def adopt(self, prompt: Prompt) -> KVSequence | OutOfBlocks:
         """Reserve blocks for a prompt whose KV comes from elsewhere; what is cached here already need not come."""
-        return self._reserve(prompt, prompt.tokens, len(prompt.hashes))
+        return self._reserve(prompt, len(prompt.hashes))
 
-    def _reserve(self, prompt: Prompt, tokens: Sequence[int], reusable: int) -> KVSequence | OutOfBlocks:
-        reserved = self.cache.reserve(prompt.hashes[:reusable], self.blocks_for(len(tokens)))
-        if isinstance(reserved, OutOfBlocks):
-            return reserved
-        table, held = reserved
+    def _reserve(self, prompt: Prompt, reusable: int) -> KVSequence | OutOfBlocks:
+        reserved = self.cache.reserve(prompt.hashes[:reusable], self.blocks_for(len(prompt.tokens)))
+        return reserved if isinstance(reserved, OutOfBlocks) else self._sequence(prompt, *reserved, [])
+
+    def _sequence(self, prompt: Prompt, table: list[BlockId], held: int, spare: list[BlockId]) -> KVSequence:
         cached = held * self.cache.block_tokens
-        return KVSequence(prompt, list(tokens), list(prompt.hashes), table, cached, held, reused_tokens=cached)
+        tokens, hashes = list(prompt.tokens), list(prompt.hashes)
+        return KVSequence(prompt, tokens, hashes, table, cached, held, reused_tokens=cached, spare=spare)
 
     def finish(self, sequence: KVSequence) -> None:
         """Give the blocks back; named ones stay cached. Once only a sequence."""
-        self.cache.release(sequence.table)
-        sequence.table = []
+        self.cache.release([*sequence.table, *sequence.spare])
+        sequence.table, sequence.spare = [], []
 
     # --- computing ----------------------------------------------------------------------------------------------------
+
+    def rebuild(self, sequence: KVSequence) -> None:
+        """Compute again what later tokens see of the reused prefix in window layers, from its global state.
+
+        In spare blocks, since cached ones are others' too. What of it is right goes into the cached ones, if nobody has done so
+        meanwhile; the rest only led up to it.
+        """
+        size, named, replayed = self.cache.block_tokens, sequence.named, len(sequence.spare)
+        first = named - replayed
+        self.cache.copy(sequence.table[first:named], sequence.spare)
+        table = [*sequence.table[:first], *sequence.spare]
+        token_ids = torch.tensor(sequence.tokens[first * size : named * size], device=self._device)
+        batch = ForwardBatch(token_ids, [replayed * size], [first * size], [table], logits=False, replay=True)
+        self.model.forward(batch, self.cache.paged)
+        sequence.spare = []
+        self.cache.commit(table, named - self.cache.window_blocks, sequence.hashes[:named])
+        self.cache.release(table[first:])
 
     def prefill_chunk(self, sequence: KVSequence, tokens: int, on_layer: OnLayer | None = None) -> Tensor | None:
         """Compute the next `tokens` tokens and name the blocks they fill. With the sequence's last token, its logits [vocab].
 
         Without it there is nothing to wait for: later stages of the model may still be at work, in the order of the chunks.
         """
+        assert not sequence.spare, "what is to be computed sees window state that has not been rebuilt"
         start = sequence.computed
         new = sequence.tokens[start : start + tokens]
         ends = start + len(new) == len(sequence.tokens)

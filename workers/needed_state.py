@@ -27,6 +27,14 @@ def window_blocks(layout: KVLayout, block_tokens: int) -> int:
     return -(-reach // block_tokens)
 
 
+def replayed_blocks(layout: KVLayout, block_tokens: int, windows: int | None = None) -> int:
+    """How many of a prefix's last blocks are computed again to rebuild the window state that later tokens see: for exactness a
+    window for each window layer (None), else `windows` of them (`models/window_state.py`)."""
+    reaches = [window - 1 for window in layout.windows if window is not None]
+    before = max(reaches, default=0) * (min(len(reaches), windows or len(reaches)) - 1)
+    return window_blocks(layout, block_tokens) - (-before // block_tokens)
+
+
 def prefix_parts(layout: KVLayout, block_tokens: int, blocks: range) -> list[tuple[range, range]]:
     """Of `blocks`, which end a prefix, what any token after it sees, as rectangles of (blocks, layers). All window layers of a
     block or none: a block has its window state or has not."""

@@ -222,6 +222,8 @@ class PrefillWorker(WorkerActor):
         sequence, request = entry.sequence, entry.job.request
         assert sequence is not None
         self._report(PrefillStarted(request.id, request.attempt, self.id, entry.fetch_s))
+        if sequence.spare:
+            entry.compute_s += await self._run(self._rebuild, sequence)
         self._begin_sending(entry, sequence)
         token: SampledToken | None = None
         while token is None and not entry.cancelled:
@@ -238,6 +240,11 @@ class PrefillWorker(WorkerActor):
         """Let the tiers below write what the last chunk has completed."""
         self.store.keep(sequence.hashes[: sequence.named], entry.job.request.traffic_class, sequence.named - entry.kept_blocks)
         entry.kept_blocks = sequence.named
+
+    def _rebuild(self, sequence: KVSequence) -> float:
+        began_s = time.perf_counter()
+        self.engine.rebuild(sequence)
+        return time.perf_counter() - began_s
 
     def _chunk(self, entry: _Entry, sequence: KVSequence) -> tuple[SampledToken | None, float]:
         """Compute one chunk; with the last one, draw the first token. Also the seconds that it took."""

@@ -32,7 +32,8 @@ class KVSequence:
         blocks  [0 ... named)    [named ... len(table))
                  carry a hash     partial, or being filled
 
-    `reused_tokens` of the prompt were found in the cache. `received` are (block, layer) whose KV came from another worker;
+    `reused_tokens` of the prompt were found in the cache. The last blocks of these, as many as there are `spare` ones, lack
+    window state and are to be computed again in the spare ones. `received` are (block, layer) whose KV came from elsewhere;
     `in_part`: not all of them, since windows have left some behind, so that no block may be named and reused.
     """
 
@@ -43,6 +44,7 @@ class KVSequence:
     computed: int
     named: int
     reused_tokens: int
+    spare: list[BlockId] = field(default_factory=list)
     received: set[tuple[int, int]] = field(default_factory=set)
     in_part: bool = False
 
