@@ -175,6 +175,11 @@ class StoreSection(Section):
     codec: Literal["fp32", "bf16", "fp16", "fp8", "int8", "fp4", "mxfp4"] | None = Field(
         default=None, description="number format of KV on disk and in shared_paths; null: as it is cached"
     )
+    replay_windows: int = Field(
+        default=0,
+        ge=0,
+        description="windows replayed after a restore from shared_paths, which then hold no sliding-window state; 0: they do",
+    )
     queue_blocks: PositiveInt = Field(default=4096, description="blocks that may wait to be written to one tier")
     look_interval_s: PositiveFloat = Field(
         default=60.0, description="how often a worker looks whether others have changed what a tier holds"

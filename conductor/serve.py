@@ -67,7 +67,8 @@ def prepare_model(config: Config) -> Prepared:
     tokenizer = load_tokenizer_folder(folder.path)
     card = model_card(folder, tokenizer, config.model.kv_dtype, config.model.weights)
     formats = {"moved": config.workers.transport_codec, "stored": config.store.codec}
-    namespace = namespace_in_formats(card.namespace, config.model.kv_dtype, **formats)
+    replayed = config.store.replay_windows
+    namespace = namespace_in_formats(card.namespace, config.model.kv_dtype, replayed=replayed, **formats)
     hash_prompt = prompt_hasher(namespace, config.scheduler.block_tokens)
     served = ServedModel((card.name,), card.max_context, tokenizer, hash_prompt)
     weights_bytes = sum(path.stat().st_size for path in folder.path.glob("*.safetensors"))

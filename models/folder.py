@@ -103,17 +103,18 @@ def model_card(folder: ModelFolder, tokenizer: TextTokenizer, kv_dtype: str, wei
 
 
 def namespace_in_formats(
-    namespace: tuple[str, ...], kv_dtype: str, *, moved: str | None, stored: str | None
+    namespace: tuple[str, ...], kv_dtype: str, *, moved: str | None, stored: str | None, replayed: int = 0
 ) -> tuple[str, ...]:
     """The namespace of KV that moves between workers, and is kept below their caches, in these number formats (None: as it is
-    cached).
+    cached), and whose window state may have been rebuilt by replaying so many windows (0: by as many as make it exact).
 
-    What a lossy format brought is not what was computed, and nobody can tell which of a cache's blocks came so. So where KV
-    goes through one, all of it lies in a namespace of its own, which no exact block shares.
+    What a lossy format brought, or followed from a short replay, is not what was computed, and nobody can tell which of a
+    cache's blocks came so. So where KV goes through one, all of it lies in a namespace of its own, which no exact block shares.
     """
     formats = ((how, number_format(codec)) for how, codec in (("moved", moved), ("stored", stored)) if codec is not None)
     lossy = [f"{how}-as-{one.name}" for how, one in formats if not keeps_bits(one.name, number_format(KV_DTYPES[kv_dtype]))]
-    return (*namespace, *lossy)
+    replays = [f"windows-replayed-{replayed}"] if replayed else []
+    return (*namespace, *lossy, *replays)
 
 
 def _prepared(name: str, sha256: str, source: Path | None) -> ModelFolder:

@@ -242,9 +242,9 @@ class WorkerActor(ABC):
         return restored
 
     async def _restore_any(self, blocks: Sequence[BlockHash]) -> None:
-        """Bring up what a peer asks for and only a lower tier of this worker holds."""
-        for tier in self.store.tiers:
-            if self.cache.match(blocks) < len(blocks):
+        """Bring up what a peer asks for and only a lower tier of this worker holds, with all that the peer needs."""
+        for tier, kept in self.store.tiers.items():
+            if not kept.bare and self.cache.match(blocks) < len(blocks):
                 await self._restore(tier, blocks)
 
     async def offer_probes(self) -> list[KVTicket]:

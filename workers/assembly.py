@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
@@ -21,7 +21,7 @@ import torch
 from conductor.core.cost_profile import CostProfile
 from conductor.core.hashing import KVNamespace
 from conductor.core.messages import SamplingParams
-from conductor.core.types import BlockHash
+from conductor.core.types import BlockHash, Tier
 from models.base import CausalLM, KVLayout
 from models.folder import namespace_in_formats
 from models.graphed_decode import GraphedDecode
@@ -30,14 +30,15 @@ from models.llama import Llama
 from models.load import LoadedModel, load_model
 from models.native_kernels import kernels
 from models.stages import WHOLE, Share
-from workers.coded_tier import coded_tiers, packed_format
+from workers.coded_tier import AT_REST, CodedTier, packed_format
 from workers.coded_transport import CodedTransport, block_codec, coded_descriptor
 from workers.config import WorkerConfig
 from workers.cost_fit import FittedProfile
 from workers.device_cache import DeviceCache
 from workers.engine import Engine
 from workers.exchange import Exchange, LocalExchange
-from workers.kv_store.base import BlockFormat
+from workers.global_tier import GlobalLayersTier, global_format, global_layers
+from workers.kv_store.base import BlockFormat, KVTier
 from workers.kv_store.opening import OpenedTiers, open_tiers
 from workers.kv_store.settings import StoreSettings
 from workers.kv_transfer.base import KVDescriptor, KVTransport
@@ -93,19 +94,24 @@ def build_parts(config: WorkerConfig) -> WorkerParts:
     """Load the model and everything around it. Raises `ModelError`, `ValueError` or `TransportUnavailable`."""
     take_processors(config)
     computing = make_computing(config)
-    loaded, engine = computing.loaded, Engine(computing.model, computing.cache)
+    loaded, engine = (
+        computing.loaded,
+        Engine(computing.model, computing.cache, replay_windows=config.store.replay_windows or None),
+    )
     formats = {"moved": config.transport_codec, "stored": config.store.codec}
-    namespace = namespace_in_formats(loaded.card.namespace, config.kv_dtype, **formats)
+    replayed = config.store.replay_windows
+    namespace = namespace_in_formats(loaded.card.namespace, config.kv_dtype, replayed=replayed, **formats)
     codec = block_codec(config.transport_codec, loaded.model.layout, config.block_tokens)
     profile = config.profile or throttled_profile(fitted_profile(config, computing).profile, config.link)
     store_codec = block_codec(config.store.codec, loaded.model.layout, config.block_tokens)
-    tiers = make_tiers(config, BlockFormat(stored_namespace(config, namespace), engine.cache.kv), store_codec)
+    stored, layout = BlockFormat(stored_namespace(config, namespace), engine.cache.kv), computing.model.layout
+    tiers = make_tiers(config, stored, store_codec, global_layers(layout) if replayed else None)
     moved = profile.kv_bytes_per_token if codec is None else moved_bytes(engine.cache.kv, codec)
     profile = replace(profile, kv_bytes_per_token=moved, tier_bytes_per_s=tiers.speeds())
     return WorkerParts(
         engine=engine,
         transports=coded_transports(config, engine.cache.kv, codec),
-        profile=profile if config.stages > 1 else windowed_profile(profile, computing.model.layout),
+        profile=profile if config.stages > 1 else windowed_profile(profile, layout),
         tiers=tiers,
         model_name=loaded.card.name,
         root_of=lambda domain: KVNamespace(namespace, config.block_tokens, salt=domain).seed,
@@ -180,13 +186,25 @@ def coded_transports(config: WorkerConfig, kv: KVDescriptor, codec: BlockCodec |
     return {name: CodedTransport(transport, codec) for name, transport in plain.items()}
 
 
-def make_tiers(config: WorkerConfig, block_format: BlockFormat, codec: BlockCodec | None) -> OpenedTiers:
+def make_tiers(
+    config: WorkerConfig, block_format: BlockFormat, codec: BlockCodec | None, layers: Sequence[int] | None = None
+) -> OpenedTiers:
+    """`layers`: those that the shared tier keeps, by default all."""
     if config.stages > 1:
         return OpenedTiers()  # tiers keep a block as one row of all its layers
     store, node = in_cluster(config.store), node_of(config)
-    if codec is None:
-        return open_tiers(store, block_format, node)
-    return coded_tiers(open_tiers(store, block_format, node, packed_format(block_format, codec)), block_format, codec)
+    kept = dict.fromkeys(AT_REST, block_format)
+    if layers is not None:
+        kept[Tier.SHARED] = global_format(block_format, layers)
+    stored = {tier: one if codec is None else packed_format(one, codec) for tier, one in kept.items()}
+    opened = open_tiers(store, block_format, node, stored)
+
+    def wrapped(tier: KVTier) -> KVTier:
+        if codec is not None and tier.tier in AT_REST:
+            tier = CodedTier(tier, kept[tier.tier], codec)
+        return GlobalLayersTier(tier, block_format, layers) if layers is not None and tier.tier is Tier.SHARED else tier
+
+    return replace(opened, tiers=tuple(wrapped(tier) for tier in opened.tiers))
 
 
 def moved_bytes(kv: KVDescriptor, codec: BlockCodec) -> int:

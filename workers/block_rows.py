@@ -55,7 +55,7 @@ def _packed(layers: Sequence[KVArray]) -> list[KVArray]:
 def restore(cache: DeviceCache, tier: KVTier, names: Sequence[BlockHash]) -> Restored:
     """Bring what `tier` holds of a prefix into the device pool, group by group; what does not come is left to be computed."""
     began_s = time.perf_counter()
-    reserved = cache.reserve(names, len(names))
+    reserved = cache.reserve(names, len(names), bare=tier.bare)
     if isinstance(reserved, OutOfBlocks):
         return Restored()
     table, held = reserved
@@ -67,7 +67,7 @@ def restore(cache: DeviceCache, tier: KVTier, names: Sequence[BlockHash]) -> Res
             wanted = names[done : done + group]
             with tier.read(wanted) as rows:
                 _write(cache, table[done : done + len(rows)], rows)
-                cache.commit(table, done, names[: done + len(rows)])
+                cache.commit(table, done, names[: done + len(rows)], bare=len(names) if tier.bare else 0)
                 done += len(rows)
             if len(rows) < len(wanted):
                 tier.changes.removed(names[done:])  # whoever claims them for the tier is wrong

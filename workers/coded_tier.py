@@ -6,74 +6,27 @@ format is part of the packed bytes' description, so workers that disagree on it 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
-from conductor.core.types import BlockHash, Tier
+from conductor.core.types import Tier
 from models.kv_codec import BlockCodec
 from workers.coded_transport import coded_descriptor
-from workers.kv_store.base import BlockFormat, KVTier, NewBlock, TierStats
-from workers.kv_store.opening import OpenedTiers
-from workers.kv_store.retention import HeldBlock
+from workers.kv_store.base import BlockFormat, KVTier
+from workers.kv_store.wrapping import WrappingTier
 from workers.kv_transfer.base import KVArray
 
 AT_REST = (Tier.DISK, Tier.SHARED)
 """Tiers that are packed. Host memory is mapped as it is."""
 
 
-class CodedTier(KVTier):
+class CodedTier(WrappingTier):
     """`inner` must have been opened for `packed_format`."""
 
     def __init__(self, inner: KVTier, block_format: BlockFormat, codec: BlockCodec) -> None:
-        super().__init__(block_format)
-        self.tier = inner.tier
-        self.counters, self.changes = inner.counters, inner.changes
-        self._inner, self._codec = inner, codec
-
-    @property
-    def capacity_blocks(self) -> int:
-        return self._inner.capacity_blocks
-
-    def match(self, blocks: Sequence[BlockHash]) -> int:
-        return self._inner.match(blocks)
-
-    def put(self, blocks: Sequence[NewBlock]) -> int:
-        return self._inner.put([replace(block, data=self._packed(block.data)) for block in blocks])
-
-    def expect(self, blocks: Sequence[BlockHash]) -> None:
-        self._inner.expect(blocks)
-
-    @contextmanager
-    def read(self, blocks: Sequence[BlockHash]) -> Iterator[list[KVArray]]:
-        with self._inner.read(blocks) as rows:
-            yield [self._unpacked(row) for row in rows]
-
-    def remove(self, blocks: Iterable[BlockHash]) -> int:
-        return self._inner.remove(blocks)
-
-    def pin(self, blocks: Sequence[BlockHash]) -> int:
-        return self._inner.pin(blocks)
-
-    def unpin(self, blocks: Sequence[BlockHash]) -> None:
-        self._inner.unpin(blocks)
-
-    def snapshot(self) -> tuple[BlockHash, ...]:
-        return self._inner.snapshot()
-
-    def has_news(self) -> bool:
-        return self._inner.has_news()
-
-    def held(self) -> list[HeldBlock]:
-        return self._inner.held()
-
-    def stats(self) -> TierStats:
-        return self._inner.stats()
-
-    def close(self) -> None:
-        self._inner.close()
+        super().__init__(inner, block_format)
+        self._codec = codec
 
     def _packed(self, row: KVArray) -> KVArray:
         layers = torch.from_numpy(row if row.flags.writeable else row.copy()).view(self.format.kv.num_layers, -1)
@@ -89,9 +42,3 @@ class CodedTier(KVTier):
 def packed_format(block_format: BlockFormat, codec: BlockCodec) -> BlockFormat:
     """What a tier at rest is told of the packed bytes."""
     return replace(block_format, kv=coded_descriptor(block_format.kv, codec))
-
-
-def coded_tiers(opened: OpenedTiers, block_format: BlockFormat, codec: BlockCodec) -> OpenedTiers:
-    """The same tiers, those at rest behind the codec."""
-    tiers = tuple(CodedTier(tier, block_format, codec) if tier.tier in AT_REST else tier for tier in opened.tiers)
-    return replace(opened, tiers=tiers)

@@ -96,10 +96,14 @@ class DeviceCache:
             self._pool.release(ids[kept:])
             return ids[:kept]
 
-    def reserve(self, hashes: Sequence[BlockHash], blocks: int) -> tuple[list[BlockId], int] | OutOfBlocks:
-        """`blocks` pinned blocks that begin with the longest prefix of `hashes` that can be reused, and its length."""
+    def reserve(
+        self, hashes: Sequence[BlockHash], blocks: int, *, bare: bool = False
+    ) -> tuple[list[BlockId], int] | OutOfBlocks:
+        """`blocks` pinned blocks that begin with the longest prefix of `hashes` that can be reused, and its length; with `bare`
+        the longest that is cached at all."""
         with self._lock:
-            held = self._pool.acquire(hashes[:blocks])
+            known = hashes[:blocks]
+            held = self._pool.acquire_cached(known[: self._pool.depth(known)]) if bare else self._pool.acquire(known)
             fresh = self._pool.allocate(blocks - len(held))
             if isinstance(fresh, OutOfBlocks):
                 self._pool.release(held)

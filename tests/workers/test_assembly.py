@@ -148,6 +148,17 @@ def test_what_moves_with_losses_never_has_an_exact_blocks_name(config: WorkerCon
     assert len(set(firsts.values())) == len(firsts) - 3
 
 
+def test_what_follows_from_a_short_replay_never_has_an_exact_blocks_name(config: WorkerConfig) -> None:
+    """Gateway and worker agree on a name of its own."""
+    tokens, names = packed(range(32)), []
+    for windows in (0, 1):
+        sections = {"model": {"name": config.model}, "scheduler": {"block_tokens": 16}, "store": {"replay_windows": windows}}
+        worker = replace(config, store=StoreSettings(replay_windows=windows), profile=PROFILE)
+        names.append(hash_blocks(build_parts(worker).root_of("tenant"), tokens, 16))
+        assert prepare_model(Config.model_validate(sections)).hash_prompt(tokens, "tenant") == names[-1]
+    assert names[0] != names[1]
+
+
 def test_what_is_stored_with_losses_never_has_an_exact_blocks_name() -> None:
     """Nor that of what moves in the same format."""
     ways = [(None, None), ("int8", None), (None, "int8"), ("int8", "int8"), ("fp32", "fp32")]

@@ -94,9 +94,10 @@ class Counters:
 
 
 class KVTier(ABC):
-    """One place off the device that holds blocks."""
+    """One place off the device that holds blocks. `bare`: without the state of their sliding-window layers."""
 
     tier: Tier
+    bare: bool = False
 
     def __init__(self, block_format: BlockFormat) -> None:
         self.format = block_format

@@ -46,14 +46,15 @@ class OpenedTiers:
 
 
 def open_tiers(
-    settings: StoreSettings, block_format: BlockFormat, node: str, at_rest: BlockFormat | None = None
+    settings: StoreSettings, block_format: BlockFormat, node: str, at_rest: Mapping[Tier, BlockFormat] | None = None
 ) -> OpenedTiers:
-    """`at_rest`: what the bytes on disk and in the shared tier mean, where that differs."""
+    """`at_rest`: what the bytes of a tier mean, where that differs."""
     files = Files() if settings.throttle_bytes_per_s is None else ThrottledFiles(settings.throttle_bytes_per_s)
     tiers: list[KVTier] = []
     speeds: dict[Tier, float] = {}
     failures: dict[Tier, str] = {}
-    for tier, (make, place, tier_files) in _wanted(settings, (block_format, at_rest or block_format), node, files).items():
+    formats = {tier: block_format for tier in Tier} | dict(at_rest or {})
+    for tier, (make, place, tier_files) in _wanted(settings, formats, node, files).items():
         try:
             tiers.append(make())
             speeds[tier] = probe_bytes_per_s(place, tier_files)
@@ -64,26 +65,26 @@ def open_tiers(
 
 
 def _wanted(
-    settings: StoreSettings, formats: tuple[BlockFormat, BlockFormat], node: str, files: Files
+    settings: StoreSettings, formats: Mapping[Tier, BlockFormat], node: str, files: Files
 ) -> dict[Tier, tuple[Callable[[], KVTier], str, Files]]:
-    """For each tier that is asked for: how to open it, and where and how its speed is measured. `formats` are those in memory
-    and at rest."""
-    block_format, at_rest = formats
+    """For each tier that is asked for: how to open it, and where and how its speed is measured."""
     memory, disk = host_directory(settings.deployment, node), settings.disk_directory
     wanted: dict[Tier, tuple[Callable[[], KVTier], str, Files]] = {}
     if settings.host_bytes:
         host_bytes = min(settings.host_bytes, memory_bytes(MEMORY_ROOT))
         wanted[Tier.HOST] = (
-            lambda: SharedMemoryTier(memory, block_format, host_bytes, settings.retention),
+            lambda: SharedMemoryTier(memory, formats[Tier.HOST], host_bytes, settings.retention),
             str(memory),
             Files(),
         )
     if disk is not None and settings.disk_bytes:
         limits = DiskLimits(settings.disk_bytes, retention=settings.retention)
-        wanted[Tier.DISK] = (lambda: DiskTier(disk, at_rest, limits, files), str(disk), files)
+        wanted[Tier.DISK] = (lambda: DiskTier(disk, formats[Tier.DISK], limits, files), str(disk), files)
     if settings.shared_paths and settings.shared_bytes:
         wanted[Tier.SHARED] = (
-            lambda: SharedDirectoryTier(settings.shared_paths, at_rest, settings.shared_bytes, settings.retention, files),
+            lambda: SharedDirectoryTier(
+                settings.shared_paths, formats[Tier.SHARED], settings.shared_bytes, settings.retention, files
+            ),
             settings.shared_paths[0],
             files,
         )

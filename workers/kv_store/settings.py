@@ -19,6 +19,8 @@ class StoreSettings:
 
     `disk_bytes` bounds what this worker keeps on disk, `host_bytes` and `shared_bytes` the whole tier.
     `codec` is the number format of blocks on disk and in the shared tier (None: as they are cached).
+    `replay_windows` 0: the shared tier keeps the state of all layers. Above 0: not that of sliding-window layers, which is
+    rebuilt by replaying so many windows; as many as there are such layers make it exact.
     Every `look_interval_s` a worker looks whether others have changed what a tier holds, and sends a snapshot if so.
     `throttle_bytes_per_s` slows every read and write of disk and shared tier down, for tests and demonstrations.
     """
@@ -32,12 +34,13 @@ class StoreSettings:
     retention: RetentionPolicy = field(default_factory=RetentionPolicy)
     queue_blocks: int = 4096
     codec: str | None = None
+    replay_windows: int = 0
     throttle_bytes_per_s: float | None = None
     report_interval_s: float = 2.0
     look_interval_s: float = 60.0
 
     def __post_init__(self) -> None:
-        for name in ("host_bytes", "disk_bytes", "shared_bytes"):
+        for name in ("host_bytes", "disk_bytes", "shared_bytes", "replay_windows"):
             if getattr(self, name) < 0:
                 raise ValueError(f"store.{name} is {getattr(self, name)!r}; it must be at least 0")
         if not self.report_interval_s > 0:
@@ -64,6 +67,7 @@ def settings_from(section: Mapping[str, Any], deployment: str) -> StoreSettings:
         retention=RetentionPolicy(section["high_watermark"], section["low_watermark"], days, days["other"]),
         queue_blocks=section["queue_blocks"],
         codec=section["codec"],
+        replay_windows=section["replay_windows"],
         look_interval_s=section["look_interval_s"],
         throttle_bytes_per_s=None if throttle is None else throttle * MIB,
     )
