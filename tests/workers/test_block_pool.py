@@ -174,6 +174,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.release(ids)
             return
         assert pinned.isdisjoint(fresh)
+        self._follow_reports()  # what had to go for these is not bare any more
         for position in range(len(ids), depth):
             block, name = fresh.pop(0), hashes[position]
             if position >= bare and self.pool.bare(name) is not None:

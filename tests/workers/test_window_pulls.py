@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from conductor.core.events import TransferFinished
 from models.base import CausalLM, KVLayout
 from models.load import load_model
+from tests.models.builders import write_projected_folder
 from tests.models.test_windows import write_windowed
 from tests.workers.actor_doubles import Cluster, make_job, place, until
 from tests.workers.doubles import BLOCK_TOKENS, begin, generate, make_engine, make_prompt, prefill
@@ -28,7 +29,7 @@ HASHES = make_job("any", PROMPT).request.block_hashes
 
 
 def windowed(folder: Path, name: str = "gemma2") -> CausalLM:
-    write_windowed(folder, name)
+    write_projected_folder(folder) if name == "projected" else write_windowed(folder, name)
     return load_model(str(folder)).model
 
 
@@ -64,7 +65,9 @@ def moved_bytes(layout: KVLayout, blocks: int) -> int:
     return in_layer * BLOCK_TOKENS * layout.bytes_per_token // layout.num_layers
 
 
-@pytest.mark.parametrize("name", ["mistral", "mistral-one-token", "mistral-wider-than-text", "qwen3-listed-layers", "gemma2"])
+@pytest.mark.parametrize(
+    "name", ["mistral", "mistral-one-token", "mistral-wider-than-text", "qwen3-listed-layers", "gemma2", "projected"]
+)
 async def test_a_pull_moves_what_later_tokens_see(cluster: Cluster, tmp_path: Path, name: str) -> None:
     """From worker to worker to worker: the text is the same each time, and so is what is moved."""
     model = windowed(tmp_path, name)

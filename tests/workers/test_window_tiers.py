@@ -12,10 +12,9 @@ import pytest
 from conductor.core.types import SHARED_STORE, Role, Tier
 from models.base import CausalLM
 from models.kv_codec import BlockCodec
-from models.load import load_model
-from tests.models.test_windows import write_windowed
 from tests.workers.actor_doubles import PROFILE, Cluster, make_job, place, until
 from tests.workers.doubles import BLOCK_TOKENS, ROOT, begin, generate, make_engine, make_prompt, prefill
+from tests.workers.test_window_pulls import windowed
 from workers.assembly import Build, WorkerParts, make_cache, make_tiers, node_of
 from workers.block_rows import pool_rows
 from workers.config import WorkerConfig
@@ -28,11 +27,6 @@ from workers.kv_transfer.loopback import Fabric, LoopbackTransport
 PROMPT = tuple((7 * i) % 91 + 2 for i in range(101))
 BLOCKS = len(PROMPT) // BLOCK_TOKENS
 HASHES = make_prompt(PROMPT).hashes
-
-
-def windowed(folder: Path, name: str = "gemma2") -> CausalLM:
-    write_windowed(folder, name)
-    return load_model(str(folder)).model
 
 
 def settings(root: Path, replay_windows: int, codec: str | None = None) -> StoreSettings:
