@@ -27,7 +27,7 @@ from workers.assembly import Build, build_parts, node_of, warm_up
 from workers.block_rows import Restored, pool_rows, restore
 from workers.cache_commands import carry_out
 from workers.config import WorkerConfig
-from workers.exchange import Offer, fetch_prefix, publish_prefix
+from workers.exchange import Offer, fetch_prefix, hold_prefix, publish_prefix
 from workers.jobs import JobKey, job_key, last_output
 from workers.kv_store.base import KVStoreError
 from workers.kv_store.hierarchy import Hierarchy
@@ -157,25 +157,24 @@ class WorkerActor(ABC):
     async def offer_blocks(
         self, blocks: Sequence[BlockHash], first: int = 0, peer: WorkerId | None = None, cuts: Sequence[int] = ()
     ) -> Offer | None:
-        """Pin the longest prefix of `blocks`, which begin at a root, that can be reused here, and publish for `peer` what
-        any prompt that begins with it needs, all but its first `first` blocks.
+        """Pin the longest prefix of `blocks`, which begin at a root, that serves `peer`, and publish what it needs of it for
+        whatever begins with it, all but its first `first` blocks.
 
-        None when it has no more than `first`. No ticket goes beyond one of the layers `cuts`, where another place of the
+        None when there is no more than `first`. No ticket goes beyond one of the layers `cuts`, where another place of the
         peer's begins; such a peer keeps blocks in all layers or not at all. The offer ends with `release_offer` or its lease.
         """
         self._start()
         await self._restore_any(blocks)
-        ids = self.cache.acquire(blocks, whole=bool(cuts))
-        if len(ids) <= first:
-            self.cache.release(ids)
+        held = hold_prefix(self.cache, blocks, first, cuts, self.engine.replayed_blocks)
+        if held is None:
             return None
+        ids = held.ids
         try:
-            parts = await self._move(publish_prefix, self.exchange, self.cache, ids, first, peer, cuts)
+            parts = await self._move(publish_prefix, self.exchange, self.cache, held, first, peer, cuts)
         except BaseException:
             self.cache.release(ids)
             raise
-        bare = 0 if cuts else max(0, len(ids) - self.cache.window_blocks)
-        offer = Offer(tuple(blocks[: len(ids)]), first, bare, parts, self.id)
+        offer = Offer(tuple(blocks[: len(ids)]), first, held.bare, parts, self.id)
         self._offers[offer.id] = offer, ids
         return offer
 
@@ -242,9 +241,9 @@ class WorkerActor(ABC):
         return restored
 
     async def _restore_any(self, blocks: Sequence[BlockHash]) -> None:
-        """Bring up what a peer asks for and only a lower tier of this worker holds, with all that the peer needs."""
-        for tier, kept in self.store.tiers.items():
-            if not kept.bare and self.cache.match(blocks) < len(blocks):
+        """Bring up what a peer asks for and only a lower tier of this worker holds."""
+        for tier in self.store.tiers:
+            if self.cache.match(blocks) < len(blocks):
                 await self._restore(tier, blocks)
 
     async def offer_probes(self) -> list[KVTicket]:

@@ -96,6 +96,11 @@ class DeviceCache:
             self._pool.release(ids[kept:])
             return ids[:kept]
 
+    def acquire_bare(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
+        """Pin the longest prefix of `hashes` that is cached, bare or not."""
+        with self._lock:
+            return self._pool.acquire_cached(hashes[: self._pool.depth(hashes)])
+
     def reserve(
         self, hashes: Sequence[BlockHash], blocks: int, *, bare: bool = False
     ) -> tuple[list[BlockId], int] | OutOfBlocks:

@@ -36,7 +36,7 @@ class Engine:
     def __init__(self, model: CausalLM, cache: DeviceCache, extend: Extend = extend, replay_windows: int | None = None) -> None:
         self.model = model
         self.cache = cache
-        self._replayed = replayed_blocks(model.layout, cache.block_tokens, replay_windows)
+        self.replayed_blocks = replayed_blocks(model.layout, cache.block_tokens, replay_windows)
         self._extend = extend
         self._device = cache.paged.layers[0].device
 
@@ -54,8 +54,8 @@ class Engine:
         """Reserve blocks for the whole prompt, the longest cached prefix among them. All but that prefix is to be computed, if
         there are `spare` blocks after a `rebuild`."""
         reusable = (len(prompt.tokens) - 1) // self.cache.block_tokens
-        if self._replayed:
-            found = self.cache.reserve_bare(prompt.hashes[:reusable], self.blocks_for(len(prompt.tokens)), self._replayed)
+        if self.replayed_blocks:
+            found = self.cache.reserve_bare(prompt.hashes[:reusable], self.blocks_for(len(prompt.tokens)), self.replayed_blocks)
             if found is not None:
                 table, cached, spare = found
                 return self._sequence(prompt, table, cached, spare)

@@ -99,15 +99,42 @@ class LocalExchange:
         self._transport.close()
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Pinned blocks of a prefix, to be offered; those before `bare` without window state."""
+
+    ids: list[BlockId]
+    bare: int
+
+
+def hold_prefix(cache: DeviceCache, blocks: Sequence[BlockHash], first: int, cuts: Sequence[int], replayed: int) -> Held | None:
+    """Pin of a prefix what serves a peer that has its first `first` blocks; None where that is nothing more.
+
+    What can be reused here, with the window state that later tokens see. Else, where a peer gains by computing its last
+    `replayed` blocks again, what is here without window state.
+    """
+    ids = cache.acquire(blocks, whole=bool(cuts))
+    if len(ids) > first:
+        return Held(ids, 0 if cuts else max(0, len(ids) - cache.window_blocks))
+    cache.release(ids)
+    layout = cache.paged.layout
+    if cuts or all(map(layout.has_window, range(layout.num_layers))):
+        return None
+    ids = cache.acquire_bare(blocks)
+    if len(ids) - first > replayed:
+        return Held(ids, len(ids))
+    cache.release(ids)
+    return None
+
+
 def publish_prefix(
-    exchange: Exchange, cache: DeviceCache, ids: Sequence[BlockId], first: int, peer: WorkerId | None, cuts: Sequence[int]
+    exchange: Exchange, cache: DeviceCache, held: Held, first: int, peer: WorkerId | None, cuts: Sequence[int]
 ) -> tuple[HandoverPart, ...]:
-    """Offer the blocks `ids[first:]` of a prefix to a peer, without window state that no later token sees."""
-    layout, missing = cache.paged.layout, range(first, len(ids))
-    parts = [(missing, range(layout.num_layers))] if cuts else prefix_parts(layout, cache.block_tokens, missing)
+    """Offer the blocks of a prefix to a peer, all but the first `first`."""
+    ids = held.ids
     return tuple(
         HandoverPart(blocks.start, exchange.publish(ids[blocks.start : blocks.stop], run, peer))
-        for blocks, layers in parts
+        for blocks, layers in prefix_parts(cache.paged.layout, range(first, len(ids)), held.bare)
         for run in split(layers, (*exchange.cuts, *cuts))
     )
 

@@ -35,12 +35,11 @@ def replayed_blocks(layout: KVLayout, block_tokens: int, windows: int | None = N
     return window_blocks(layout, block_tokens) - (-before // block_tokens)
 
 
-def prefix_parts(layout: KVLayout, block_tokens: int, blocks: range) -> list[tuple[range, range]]:
-    """Of `blocks`, which end a prefix, what any token after it sees, as rectangles of (blocks, layers). All window layers of a
-    block or none: a block has its window state or has not."""
-    tail = max(0, blocks.stop - window_blocks(layout, block_tokens))
+def prefix_parts(layout: KVLayout, blocks: range, bare: int) -> list[tuple[range, range]]:
+    """`blocks`, those before `bare` without window layers, as rectangles of (blocks, layers). All window layers of a block or
+    none: a block has its window state or has not."""
     layers = range(layout.num_layers)
-    return _rectangles({layer: tail if layout.has_window(layer) else 0 for layer in layers}, blocks, layers)
+    return _rectangles({layer: bare if layout.has_window(layer) else 0 for layer in layers}, blocks, layers)
 
 
 def _rectangles(first: Mapping[int, int], blocks: range, layers: range) -> list[tuple[range, range]]:

@@ -21,7 +21,7 @@ from tests.workers.actor_doubles import PROFILE
 from tests.workers.doubles import packed
 from workers.assembly import PROBE, build_parts, round_trip, throttled_profile, warm_up
 from workers.config import WorkerConfig
-from workers.exchange import publish_prefix
+from workers.exchange import Held, publish_prefix
 from workers.kv_store.settings import StoreSettings
 from workers.kv_transfer.base import KVDescriptor, KVTicket
 from workers.kv_transfer.blocks import KVBlocks
@@ -68,7 +68,8 @@ def test_the_profile_says_what_a_pull_moves(config: WorkerConfig, tmp_path: Path
     paired = PairedTransports(engine.cache.kv, parts.transports)
     exchange = parts.exchange(engine.cache, paired, 20.0)
     for blocks in (1, 5, 6, 14):
-        offered = publish_prefix(exchange, engine.cache, range(blocks), 0, "p1", ())
+        held = Held(list(range(blocks)), max(0, blocks - engine.cache.window_blocks))
+        offered = publish_prefix(exchange, engine.cache, held, 0, "p1", ())
         assert sum(part.ticket.nbytes for part in offered) == parts.profile.moved_bytes(4 * blocks)
         for part in offered:
             exchange.release(part.ticket.id)

@@ -171,7 +171,7 @@ def test_a_prefix_has_what_any_token_after_it_sees(
     """Each needed block of each layer once; what is left out, no token after the prefix sees; window layers go together."""
     layout = KVLayout("gqa", 1, len(windows), (2, 1, 16), torch.float32, tuple(windows))
     start = data.draw(st.integers(0, blocks - 1))
-    parts = prefix_parts(layout, size, range(start, blocks))
+    parts = prefix_parts(layout, range(start, blocks), max(0, blocks - window_blocks(layout, size)))
     found = [(block, layer) for some, layers in parts for block in some for layer in layers]
     assert len(found) == len(set(found))
     seen = {

@@ -142,20 +142,23 @@ def test_where_a_rebuild_does_not_pay_the_prefix_is_computed(
 
 
 async def test_a_worker_rebuilds_what_a_pull_left_behind(cluster: Cluster, tmp_path: Path) -> None:
-    """A prompt that shares most of a pulled prefix reuses that and is handed over whole."""
+    """A prompt that shares most of a pulled prefix reuses that and is handed over whole; so it is where that was pulled from
+    there."""
     model = windowed(tmp_path)
-    for worker in ("p0", "p1", "d0"):
+    for worker in ("p0", "p1", "p2", "d0"):
         added = await cluster.add(worker, model=model)
         for layer in added.cache.paged.layers:
             layer.fill_(1e3)
     shared = 22 * BLOCK_TOKENS
-    for name, prompt, worker, fetched in (
-        ("r0", PROMPT, "p0", 0),
-        ("r1", PROMPT, "p1", BLOCKS * BLOCK_TOKENS),
-        ("r2", (*PROMPT[:shared], 5, 6, 7), "p1", 0),
+    for name, prompt, worker, fetched, source in (
+        ("r0", PROMPT, "p0", 0, None),
+        ("r1", PROMPT, "p1", BLOCKS * BLOCK_TOKENS, "p0"),
+        ("r2", (*PROMPT[:shared], 5, 6, 7), "p1", 0, None),
+        ("r3", (*PROMPT[: shared - 8], 7, 6, 5), "p2", shared - 8, "p1"),
     ):
         job = make_job(name, prompt, 12)
-        await cluster.submit(job, place(job, worker, "d0", fetched=fetched, source="p0" if fetched else None))
+        await cluster.submit(job, place(job, worker, "d0", fetched=fetched, source=source))
         assert await cluster.output_of(name) == generate(make_engine(64, BLOCK_TOKENS, model), make_prompt(prompt, 12), 12)
-    assert min(cluster.outputs["r2"], key=lambda output: output.index).reused_tokens == shared
+    reused = [min(cluster.outputs[name], key=lambda output: output.index).reused_tokens for name in ("r2", "r3")]
+    assert reused == [shared, shared - 8]
     assert replayed_blocks(model.layout, BLOCK_TOKENS) < shared // BLOCK_TOKENS

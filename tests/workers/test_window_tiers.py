@@ -112,21 +112,26 @@ async def test_what_is_restored_from_a_shared_tier_is_rebuilt(cluster: Cluster, 
     assert [away.cache.match(HASHES[:depth]) for depth in (1, 10, BLOCKS)] == [0, 0, BLOCKS]
 
 
-async def test_nothing_is_restored_for_a_peer_that_needs_more(cluster: Cluster, tmp_path: Path) -> None:
-    """A peer that has the shared tier reads it itself."""
+async def test_another_worker_may_read_the_shared_tier_for_one(cluster: Cluster, tmp_path: Path) -> None:
+    """It passes on what is there, and who pulled that rebuilds the rest. Too short a prefix to gain by it is not passed on."""
     model = windowed(tmp_path)
     build = parts_of(model, cluster.fabric)
     for worker in ("p0", "p1"):
         store = replace(settings(tmp_path, 2), disk_bytes=0)
         await cluster.add(worker, build=build, store=store, node=worker)
-    await cluster.add("d0", model=model)
-    away = cluster.workers["p1"]
-    job = make_job("r0", PROMPT, 2)
+    for worker in ("p2", "d0"):
+        await cluster.add(worker, model=model)
+    relay, away = cluster.workers["p1"], cluster.workers["p2"]
+    job = make_job("r0", PROMPT, 12)
     await cluster.submit(job, place(job, "p0", "d0"))
-    await cluster.output_of("r0")
-    await until(lambda: away.store.tiers[Tier.SHARED].match(HASHES) == BLOCKS)
-    assert await away.offer_blocks(HASHES) is None
-    assert away.cache.idle == 0
+    expected = await cluster.output_of("r0")
+    await until(lambda: relay.store.tiers[Tier.SHARED].match(HASHES) == BLOCKS)
+    assert await relay.offer_blocks(HASHES[: relay.engine.replayed_blocks], 0, "p2") is None
+    again = make_job("r1", PROMPT, 12)
+    await cluster.submit(again, place(again, "p2", "d0", fetched=BLOCKS * BLOCK_TOKENS, source="p1"))
+    assert await cluster.output_of("r1") == expected
+    assert min(cluster.outputs["r1"], key=lambda output: output.index).reused_tokens == BLOCKS * BLOCK_TOKENS
+    assert [away.cache.match(HASHES[:depth]) for depth in (1, 10, BLOCKS)] == [0, 0, BLOCKS]
 
 
 def test_a_model_with_nothing_but_windows_is_kept_whole(tmp_path: Path) -> None:
