@@ -94,17 +94,14 @@ def build_parts(config: WorkerConfig) -> WorkerParts:
     """Load the model and everything around it. Raises `ModelError`, `ValueError` or `TransportUnavailable`."""
     take_processors(config)
     computing = make_computing(config)
-    loaded, engine = (
-        computing.loaded,
-        Engine(computing.model, computing.cache, replay_windows=config.store.replay_windows or None),
-    )
+    loaded, layout, replayed = computing.loaded, computing.model.layout, config.store.replay_windows
+    engine = Engine(computing.model, computing.cache, replay_windows=replayed or None)
     formats = {"moved": config.transport_codec, "stored": config.store.codec}
-    replayed = config.store.replay_windows
     namespace = namespace_in_formats(loaded.card.namespace, config.kv_dtype, replayed=replayed, **formats)
     codec = block_codec(config.transport_codec, loaded.model.layout, config.block_tokens)
     profile = config.profile or throttled_profile(fitted_profile(config, computing).profile, config.link)
     store_codec = block_codec(config.store.codec, loaded.model.layout, config.block_tokens)
-    stored, layout = BlockFormat(stored_namespace(config, namespace), engine.cache.kv), computing.model.layout
+    stored = BlockFormat(stored_namespace(config, namespace), engine.cache.kv)
     tiers = make_tiers(config, stored, store_codec, global_layers(layout) if replayed else None)
     moved = profile.kv_bytes_per_token if codec is None else moved_bytes(engine.cache.kv, codec)
     profile = replace(profile, kv_bytes_per_token=moved, tier_bytes_per_s=tiers.speeds())

@@ -118,6 +118,8 @@ class BlockPool:
 
     def match(self, hashes: Sequence[BlockHash]) -> int:
         """The longest prefix of `hashes` that is cached and can be reused."""
+        if not self._window_blocks:
+            return self.depth(hashes)
         usable = whole = 0
         for depth, name in enumerate(hashes, 1):
             entry = self._cached.get(name)

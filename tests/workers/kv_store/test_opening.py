@@ -96,7 +96,13 @@ def test_a_configuration_section_becomes_settings(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("host_bytes", -1), ("queue_blocks", 0), ("throttle_bytes_per_s", 0.0), ("report_interval_s", 0.0)],
+    [
+        ("host_bytes", -1),
+        ("replay_windows", -1),
+        ("queue_blocks", 0),
+        ("throttle_bytes_per_s", 0.0),
+        ("report_interval_s", 0.0),
+    ],
 )
 def test_values_out_of_range_are_named(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"store.{field} is {value}"):
