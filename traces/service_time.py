@@ -119,6 +119,10 @@ class DecodeRun(NamedTuple):
     linear_s: float
     quadratic_s: float
 
+    def stretched(self, times: float) -> DecodeRun:
+        """The same, each step so many times as long."""
+        return self if times == 1.0 else DecodeRun(self.first_s * times, self.linear_s * times, self.quadratic_s * times)
+
     def step_s(self, step: int) -> float:
         """Seconds of step `step`, counted from 0."""
         return self.first_s + (self.linear_s + self.quadratic_s * step) * step

@@ -43,6 +43,7 @@ from traces.sim.job import Job, RequestRecord
 from traces.sim.links import Link, Network
 from traces.sim.loop import At, EventLoop
 from traces.sim.prefill import EngineLimits, PrefillEngine, PrefillHooks
+from traces.sim.processors import Processors
 from traces.sim.reporter import Reporter
 from traces.sim.transfers import BlockMover
 from traces.sim.worker import SimWorker, TierStore
@@ -79,6 +80,7 @@ class SimCluster:
         self._loop = loop
         self._profile = profile
         self._truth: ServiceTime = profile.service_time()
+        self._processors = None if profile.processors is None else Processors(profile.processors)
         self._records = records
         self._deliver = answers.event
         self._refused_for_good = answers.refused
@@ -163,6 +165,7 @@ class SimCluster:
             hold_output=coupled is not None,
             step_variation=profile.step_variation,
             seed=self._world.seed,
+            processors=None if coupled else self._processors,
         )
         gate = None if coupled is None else coupled.lend
         freed = partial(self._mover.begin_fetches, worker)
@@ -174,7 +177,14 @@ class SimCluster:
 
     def _decode_engine(self) -> DecodeEngine:
         room, batch = self._profile.capacity_tokens, self._profile.max_batch
-        return DecodeEngine(self._loop, self._truth.decode, self._decode_hooks(), capacity_tokens=room, max_batch=batch)
+        return DecodeEngine(
+            self._loop,
+            self._truth.decode,
+            self._decode_hooks(),
+            capacity_tokens=room,
+            max_batch=batch,
+            processors=self._processors,
+        )
 
     def _coupled_decode(self) -> CoupledDecode:
         return CoupledDecode(

@@ -2,7 +2,8 @@
 
 The cluster that serves is the default one (2 prefill + 1 decode workers, the default model) without the host's cache, which the
 simulated one does not have. Its workers measure themselves anew before they serve; that measurement is the truth of the
-simulation. On a machine that does other work too, the two are as far apart as its load changes meanwhile.
+simulation, whose workers share this machine's processors as the real ones do. On a machine that does other work too, the two
+are as far apart as its load changes meanwhile.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from traces.synthesize import scaled
 
 REQUESTS, SEED = 60, 4
 SCALE = 1 / 8  # a block of 512 tokens becomes one of 64, the block of the live cluster
-SPEED = 0.025  # three workers share two cores: where they are all busy each is slower than it was measured, and work piles up
+SPEED = 0.05
 CONTEXT_TOKENS = 8192  # of the default model: the service refuses more, and the simulator knows no such limit
 PREFILL, DECODE = 2, 1
 SETTINGS = {
@@ -84,7 +85,8 @@ def measured_cluster(folder: Path) -> ClusterProfile:
     if found is None:
         raise RuntimeError(f"the workers have left no profile in {folder}")
     workers = SETTINGS["workers"]
-    return found[0].model_copy(update={"device_blocks": workers["prefill_blocks"], "max_batch": workers["max_batch"]})
+    as_served = {"device_blocks": workers["prefill_blocks"], "max_batch": workers["max_batch"], "processors": os.cpu_count()}
+    return found[0].model_copy(update=as_served)
 
 
 def run() -> Report:

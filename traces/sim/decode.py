@@ -17,6 +17,7 @@ from traces.outcomes import LONGEST_GAPS_SHARE
 from traces.service_time import DecodeRun, DecodeTime
 from traces.sim.job import Job
 from traces.sim.loop import At, EventLoop
+from traces.sim.processors import Processors
 
 
 class Pace(NamedTuple):
@@ -54,7 +55,16 @@ class DecodeHooks(NamedTuple):
 class DecodeEngine:
     """Decode side of one worker with room for `capacity_tokens` of KV and `max_batch` sequences."""
 
-    def __init__(self, loop: EventLoop, time: DecodeTime, hooks: DecodeHooks, *, capacity_tokens: int, max_batch: int) -> None:
+    def __init__(
+        self,
+        loop: EventLoop,
+        time: DecodeTime,
+        hooks: DecodeHooks,
+        *,
+        capacity_tokens: int,
+        max_batch: int,
+        processors: Processors | None = None,
+    ) -> None:
         self.capacity_tokens = capacity_tokens
         self.reserved_tokens = 0
         self.batch = 0
@@ -63,6 +73,9 @@ class DecodeEngine:
         self._time = time
         self._hooks = hooks
         self._max_batch = max_batch
+        self._processors = processors or Processors()
+        self._processors.follow(self._plan_begin)
+        self._stretch = 1.0
         self._admitted = 0
         self._reserving: deque[Job] = deque()
         self._expected: dict[int, Job] = {}
@@ -118,6 +131,7 @@ class DecodeEngine:
             late = self._step_start_s + self._run.elapsed_s(steps) > self._loop.now
             self._advance(steps - 1 if late and steps else steps)
         self._dead = True
+        self._processors.end(self)
         self._version += 1
         active = [job for _, _, job in self._active]
         for job in active:
@@ -153,7 +167,8 @@ class DecodeEngine:
         return False
 
     def _wants_boundary(self) -> bool:
-        return bool(self._joining or self._leaving) or self._can_reserve()
+        paced_anew = self.batch and self._stretch != self._processors.stretch
+        return bool(self._joining or self._leaving or paced_anew) or self._can_reserve()
 
     def _can_reserve(self) -> bool:
         if not self._reserving or self._admitted >= self._max_batch:
@@ -223,7 +238,10 @@ class DecodeEngine:
         self._version += 1
         self._run = self._time.run(self.batch, self.context_tokens)
         if not (self._active and runs):
+            self._processors.end(self)
             return
+        self._stretch = self._processors.begin(self)
+        self._run = self._run.stretched(self._stretch)
         steps = self._active[0][0] - self._step
         end_s = max(self._loop.now, self._step_start_s + self._run.elapsed_s(steps))
         self._loop.at(end_s, At.COMPLETION, self._finish_due, self._version, steps)

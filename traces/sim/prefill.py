@@ -25,6 +25,7 @@ from traces.service_time import ServiceTime
 from traces.sim.cache import BlockCache
 from traces.sim.job import Job
 from traces.sim.loop import At, EventLoop
+from traces.sim.processors import Processors
 from traces.sim.reporter import Reporter
 
 StepStart: TypeAlias = Callable[[int, float], float]
@@ -68,7 +69,7 @@ class EngineLimits(NamedTuple):
     """What an engine announced of its speed, and its bounds.
 
     Without `chunked` a prompt is computed in one step however long it is; `hold_output` sets room aside for a request's output
-    too, as an engine that also decodes must.
+    too, as an engine that also decodes must. `processors` are those that it shares with others.
     """
 
     profile: CostProfile
@@ -80,6 +81,7 @@ class EngineLimits(NamedTuple):
     hold_output: bool = False
     step_variation: float = 0.0
     seed: int = 0
+    processors: Processors | None = None
 
 
 class PrefillHooks(NamedTuple):
@@ -116,6 +118,7 @@ class PrefillEngine:
         self._previous_end_s = 0.0
         self._limits = limits
         self._hooks = hooks
+        self._processors = limits.processors or Processors()
         self._waiting: list[Job] = []
         self._running: list[Job] = []
         self._waiting_s = 0.0
@@ -168,6 +171,7 @@ class PrefillEngine:
     def kill(self) -> list[Job]:
         """The node is gone. Returns the jobs that it had."""
         self._dead = True
+        self._processors.end(self)
         self.steps.add(self._loop.now, math.inf)
         return [*self._running, *self._waiting]
 
@@ -207,7 +211,7 @@ class PrefillEngine:
             return 0.0
         self._stepping = True
         chunks = [(job.begun_tokens - tokens, tokens) for job, tokens, _ in step]
-        duration_s = self._truth.prefill.step_s(chunks) + decode_s
+        duration_s = (self._truth.prefill.step_s(chunks) + decode_s) * self._processors.begin(self)
         if self._limits.step_variation:
             duration_s *= max(0.5, self._chance.gauss(1.0, self._limits.step_variation))
         self._pass(step, duration_s)
@@ -227,8 +231,12 @@ class PrefillEngine:
     def _free(self) -> None:
         """The first stage can take the next step, while others are under way."""
         if not self._dead:
-            self._stepping = False
+            self._pause()
             self._wake()
+
+    def _pause(self) -> None:
+        self._stepping = False
+        self._processors.end(self)
 
     def _plan_step(self, left: int) -> list[Slice]:
         step: list[Slice] = []
@@ -323,7 +331,7 @@ class PrefillEngine:
         if self._dead:
             return
         if frees:
-            self._stepping = False
+            self._pause()
         self._share_out(step, took_s)
         for job, tokens, added in step:
             before = job.done_tokens // self._limits.block_tokens
