@@ -35,7 +35,7 @@ from traces.synthesize import scaled
 
 REQUESTS, SEED = 60, 4
 SCALE = 1 / 8  # a block of 512 tokens becomes one of 64, the block of the live cluster
-SPEED = 0.05
+SPEED = 0.025  # the look-alike comes in bursts, each of which is then worked off before the next: work does not pile up
 CONTEXT_TOKENS = 8192  # of the default model: the service refuses more, and the simulator knows no such limit
 PREFILL, DECODE = 2, 1
 SETTINGS = {
