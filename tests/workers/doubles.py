@@ -146,3 +146,16 @@ def scarce_tiers(name: str, root: Path, host: int, disk: int, shared: int, **cha
         shared_bytes=shared * record_bytes,
         **changes,
     )
+
+
+def roomy_tiers(root: Path, **changes: Any) -> StoreSettings:
+    """All three tiers below the device, with room for everything that a test keeps."""
+    return StoreSettings(
+        deployment=f"test-{uuid4().hex}",
+        host_bytes=1 << 20,
+        disk_directory=root / "disk",
+        disk_bytes=1 << 20,
+        shared_paths=(str(root / "shared"),),
+        shared_bytes=1 << 20,
+        **changes,
+    )

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from models.kv_layout import FORMATS
 from models.load import load_model
 from tests.models.builders import write_tiny_folder
 from tests.workers.actor_doubles import PROFILE
-from tests.workers.doubles import begin, make_engine, make_prompt, prefill
+from tests.workers.doubles import begin, make_engine, make_prompt, prefill, roomy_tiers
 from tests.workers.kv_store.doubles import chain
 from tests.workers.test_coded_transport import BLOCK_TOKENS, LAYOUT, blocks
 from workers.assembly import build_parts, make_tiers
@@ -37,15 +36,7 @@ NAMES = chain(0, 3)
 
 
 def settings(root: Path, codec: str | None) -> StoreSettings:
-    return StoreSettings(
-        deployment=f"test-{uuid4().hex}",
-        host_bytes=1 << 20,
-        disk_directory=root / "disk",
-        disk_bytes=1 << 20,
-        shared_paths=(str(root / "shared"),),
-        shared_bytes=1 << 20,
-        codec=codec,
-    )
+    return roomy_tiers(root, codec=codec)
 
 
 def config(store: StoreSettings, model: str = "tiny") -> WorkerConfig:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from conductor.core.types import SHARED_STORE, Role, Tier
 from models.base import CausalLM
 from models.kv_codec import BlockCodec
 from tests.workers.actor_doubles import PROFILE, Cluster, make_job, place, until
-from tests.workers.doubles import BLOCK_TOKENS, ROOT, begin, generate, make_engine, make_prompt, prefill
+from tests.workers.doubles import BLOCK_TOKENS, ROOT, begin, generate, make_engine, make_prompt, prefill, roomy_tiers
 from tests.workers.test_window_pulls import windowed
 from workers.assembly import Build, WorkerParts, make_cache, make_tiers, node_of
 from workers.block_rows import pool_rows
@@ -30,17 +29,7 @@ HASHES = make_prompt(PROMPT).hashes
 
 
 def settings(root: Path, replay_windows: int, codec: str | None = None) -> StoreSettings:
-    return StoreSettings(
-        deployment=f"test-{uuid4().hex}",
-        host_bytes=1 << 20,
-        disk_directory=root / "disk",
-        disk_bytes=1 << 20,
-        shared_paths=(str(root / "shared"),),
-        shared_bytes=1 << 20,
-        codec=codec,
-        replay_windows=replay_windows,
-        report_interval_s=0.02,
-    )
+    return roomy_tiers(root, codec=codec, replay_windows=replay_windows, report_interval_s=0.02)
 
 
 def parts_of(model: CausalLM, fabric: Fabric) -> Build:
