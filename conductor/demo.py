@@ -32,7 +32,7 @@ FAST_LINK_GBPS = 0.25
 SLOW_LINK_GBPS = 0.02
 REPLICATION = MigrationConfig(budget_bytes_per_s=200e6, interval_s=0.25, heat_half_life_s=60.0, min_heat=2.0)
 COPY_WAIT_S = 20.0
-OCCUPY_TRIES = 4
+OCCUPY_TRIES = 6
 LESSONS = 4
 DOMAIN = "default"
 
@@ -171,15 +171,8 @@ class _Run:
             await self._one_prefix(phase, load)
 
     async def _one_prefix(self, phase: Phase, load: Load) -> None:
-        prefix = self._tokens(load.prefix_tokens)
-        holder = (await self._ask(prefix + self._tokens(load.tail_tokens))).placement.prefill
-        other = next(worker for worker in ("prefill-0", "prefill-1") if worker != holder)
-        before = await self._cached_blocks(other)
-        for _ in range(load.warming):
-            await self._ask(prefix + self._tokens(load.tail_tokens))
-        if self._replicates:
-            phase.copied_blocks += await self._wait_for_copy(other, before)
-        busy = await self._occupy(holder, prefix, load.long_tokens)
+        prefix, copied, busy = await self._occupied(load)
+        phase.copied_blocks += copied
         bursts = await asyncio.gather(*(self._ask(prefix + self._tokens(load.tail_tokens)) for _ in range(load.burst)))
         await busy
         phase.bursts += bursts
@@ -188,16 +181,27 @@ class _Run:
             if record is not None:
                 phase.records.append(record)
 
-    async def _occupy(self, holder: str, prefix: list[int], long_tokens: int) -> asyncio.Task[Answer]:
-        """Give the holder of a prefix a long prompt that begins with it. Where estimates still learn, one may go elsewhere."""
+    async def _occupied(self, load: Load) -> tuple[list[int], int, asyncio.Task[Answer]]:
+        """A hot prefix, the blocks of it that were copied, and the long prompt that now computes where it is held.
+
+        With copies any worker holds it. Without, a long prompt may still go to the one that does not, whose estimates may be the
+        lower ones; it takes a copy along, so another prefix is warmed. Raises `DemoFailed`.
+        """
         for _ in range(OCCUPY_TRIES):
-            sent = await self._send(prefix + self._tokens(long_tokens))
+            prefix = self._tokens(load.prefix_tokens)
+            holder = (await self._ask(prefix + self._tokens(load.tail_tokens))).placement.prefill
+            other = next(worker for worker in ("prefill-0", "prefill-1") if worker != holder)
+            before = await self._cached_blocks(other)
+            for _ in range(load.warming):
+                await self._ask(prefix + self._tokens(load.tail_tokens))
+            copied = await self._wait_for_copy(other, before) if self._replicates else 0
+            sent = await self._send(prefix + self._tokens(load.long_tokens))
             answer = asyncio.create_task(self._first_token(sent))
-            if sent.placement.prefill == holder:
+            if copied or sent.placement.prefill == holder:
                 await asyncio.sleep(0.3)
-                return answer
+                return prefix, copied, answer
             await answer
-        raise DemoFailed(f"{holder} holds a prefix, and was given none of {OCCUPY_TRIES} long prompts that begin with it")
+        raise DemoFailed(f"none of {OCCUPY_TRIES} long prompts went to the worker that held the prefix they began with")
 
     async def _wait_for_copy(self, worker: str, before: int) -> int:
         """Blocks that came to a worker which nobody has asked anything of meanwhile."""
