@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 CONDUCTOR_NAME = "conductor"
 MIB = 2**20
+FREE_OBJECTS_MS = 10  # Ray's own second lets KV that was handed over pile up, and what comes next goes to pages never touched
 
 
 class ClusterError(RuntimeError):
@@ -38,6 +39,7 @@ def connect(section: ClusterSection, num_cpus: int, environment: Mapping[str, st
         os.environ.setdefault("RAY_AUTH_MODE", section.auth_mode)  # a job has its cluster's mode from its environment
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # actors without a GPU see the devices that there are
+    os.environ.setdefault("RAY_free_objects_period_milliseconds", str(FREE_OBJECTS_MS))
     import ray
 
     options: dict[str, Any] = {"namespace": section.namespace, "log_to_driver": False, "logging_level": logging.WARNING}

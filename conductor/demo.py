@@ -184,8 +184,8 @@ class _Run:
     async def _occupied(self, load: Load) -> tuple[list[int], int, asyncio.Task[Answer]]:
         """A hot prefix, the blocks of it that were copied, and the long prompt that now computes where it is held.
 
-        With copies any worker holds it. Without, a long prompt may still go to the one that does not, whose estimates may be the
-        lower ones; it takes a copy along, so another prefix is warmed. Raises `DemoFailed`.
+        With copies any worker holds it. Without, a long prompt may go where it is not held but estimates are lower. It takes a
+        copy along, so another prefix is warmed. Raises `DemoFailed`.
         """
         for _ in range(OCCUPY_TRIES):
             prefix = self._tokens(load.prefix_tokens)

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import ray
+from numpy.lib.stride_tricks import as_strided
 from ray.exceptions import GetTimeoutError, RayError
 
 from workers.kv_transfer.base import KVDescriptor, KVTicket, OfferGone, TransferError, TransferTimeout
@@ -69,7 +70,7 @@ class ObjectStoreTransport(LeasedTransport):
         except RayError as error:
             raise OfferGone(f"offer {ticket.id} is lost with its source: {type(error).__name__}") from error
         block_bytes = ticket.kv.layer_block_bytes
-        layers = [[np.frombuffer(piece, np.uint8).reshape(-1, block_bytes) for piece in layer] for layer in pieces]
+        layers = [joined([np.frombuffer(piece, np.uint8).reshape(-1, block_bytes) for piece in layer]) for layer in pieces]
         if {sum(map(len, layer)) for layer in layers} != {ticket.blocks} or len(layers) != ticket.layers:
             raise wrong_length(ticket, f"{[sum(map(len, layer)) for layer in layers]} blocks a layer")
         for number, layer in enumerate(layers):
@@ -94,6 +95,17 @@ def _small(views: list[KVArray]) -> Iterator[KVArray]:
     for view in views:
         step = max(1, MAX_PIECE_BYTES // view.shape[1])
         yield from (view[start : start + step] for start in range(0, len(view), step))
+
+
+def joined(pieces: list[KVArray]) -> list[KVArray]:
+    """The same memory with pieces that lie side by side as one, whose copy may go past the processor's caches."""
+    joined: list[KVArray] = []
+    for piece in pieces:
+        if joined and joined[-1].ctypes.data + joined[-1].nbytes == piece.ctypes.data:
+            joined[-1] = as_strided(joined[-1], (len(joined[-1]) + len(piece), piece.shape[1]), writeable=False)
+        else:
+            joined.append(piece)
+    return joined
 
 
 def _fill(into: KVBlocks, layer: int, pieces: list[KVArray], first: int) -> None:
