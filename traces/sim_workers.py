@@ -80,7 +80,8 @@ class SimCluster:
         self._loop = loop
         self._profile = profile
         self._truth: ServiceTime = profile.service_time()
-        self._processors = None if profile.processors is None else Processors(profile.processors)
+        shared = profile.processors
+        self._processors = None if shared is None else Processors(shared.count, shared.crowding)
         self._records = records
         self._deliver = answers.event
         self._refused_for_good = answers.refused

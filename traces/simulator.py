@@ -83,9 +83,10 @@ class SimulationOptions:
         stages = self.cluster.pipeline.stages
         if self.coupled_workers and stages > 1:
             raise ValueError(f"pipeline.stages is {stages} with coupled workers; allowed: 1, since they decode on one node")
-        if self.coupled_workers and self.cluster.processors is not None:
+        shared = self.cluster.processors
+        if self.coupled_workers and shared is not None:
             raise ValueError(
-                f"processors is {self.cluster.processors} with coupled workers; allowed: none, for they share an engine"
+                f"processors.count is {shared.count:g} with coupled workers; allowed: none, for they share an engine"
             )
         for work, workers in (("prefill", self.prefill_workers), ("decode", self.decode_workers)):
             if workers + self.coupled_workers < 1:

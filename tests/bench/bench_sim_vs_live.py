@@ -2,8 +2,9 @@
 
 The cluster that serves is the default one (2 prefill + 1 decode workers, the default model) without the host's cache, which the
 simulated one does not have. Its workers measure themselves anew before they serve; that measurement is the truth of the
-simulation, whose workers share this machine's processors as the real ones do. On a machine that does other work too, the two
-are as far apart as its load changes meanwhile.
+simulation, whose workers share this machine's processors as the real ones do. How much processors crowd one another is measured
+beforehand, and what the gateway, the Conductor, Ray and the client take of them, while they serve. On a machine that does other
+work too, the two are as far apart as its load changes meanwhile.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
@@ -21,6 +23,7 @@ import yaml
 from conductor.core.config import SchedulerConfig
 from conductor.core.types import SLO
 from models.cache import cache_root
+from tests.bench.crowding import crowding, overhead_cpu_s
 from tests.bench.harness import Figure, Report, at_most
 from tests.bench.served import serve
 from traces.clusters.measured import measured_profile
@@ -80,13 +83,13 @@ def simulated(trace: list[TraceRequest], cluster: ClusterProfile) -> RunResult:
     return simulate(rows, SimulationOptions(cluster, PREFILL, DECODE, scheduler=config, speed=SPEED))
 
 
-def measured_cluster(folder: Path) -> ClusterProfile:
+def measured_cluster(folder: Path, processors: Mapping[str, float]) -> ClusterProfile:
     found = measured_profile(load_profile("smollm2-cpu"), folder / "profiles")
     if found is None:
         raise RuntimeError(f"the workers have left no profile in {folder}")
     workers = SETTINGS["workers"]
-    as_served = {"device_blocks": workers["prefill_blocks"], "max_batch": workers["max_batch"], "processors": os.cpu_count()}
-    return found[0].model_copy(update=as_served)
+    as_served = {"device_blocks": workers["prefill_blocks"], "max_batch": workers["max_batch"], "processors": processors}
+    return ClusterProfile.model_validate(found[0].model_dump() | as_served)
 
 
 def run() -> Report:
@@ -94,10 +97,16 @@ def run() -> Report:
     with tempfile.TemporaryDirectory() as scratch, unmeasured_cache(Path(scratch) / "cache") as cache:
         settings = Path(scratch) / "conductor.yaml"
         settings.write_text(yaml.safe_dump(SETTINGS), encoding="utf-8")
+        crowded = crowding()
         with serve("--config", str(settings)) as served:
+            began_s, used_s = time.perf_counter(), overhead_cpu_s(served)
             live = summarise(replay(trace, served.port))
-        ours = summarise(simulated(trace, measured_cluster(cache)))
-    return Report("sim_vs_live", figures(live, ours), "python -m tests.bench sim_vs_live", {"live": live, "simulated": ours})
+            elsewhere = (overhead_cpu_s(served) - used_s) / (time.perf_counter() - began_s)
+        processors = {"count": (os.cpu_count() or 1) - elsewhere, "crowding": crowded}
+        ours = summarise(simulated(trace, measured_cluster(cache, processors)))
+    shared = [Figure("processors_left", processors["count"], "processors"), Figure("crowding", crowded, "of a step alone")]
+    shown = {"live": live, "simulated": ours}
+    return Report("sim_vs_live", shared + figures(live, ours), "python -m tests.bench sim_vs_live", shown)
 
 
 def figures(live: dict[str, object], ours: dict[str, object]) -> list[Figure]:

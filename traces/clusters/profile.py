@@ -134,12 +134,21 @@ class PipelineValues(_Values):
     hop_s: NotNegative
 
 
+class ProcessorValues(_Values):
+    """What all workers compute on, each step of a worker on one of `count`; not whole where something else takes a part.
+
+    While all of them compute, a step takes `crowding` of what it takes while the others idle.
+    """
+
+    count: Annotated[float, Field(gt=0)]
+    crowding: Annotated[float, Field(ge=1)] = 1.0
+
+
 class ClusterProfile(_Values):
     """Hardware truth of one kind of node. `step_variation` is the standard deviation of a prefill step's duration, relative.
 
     `prefill_blocks` is the device pool of prefill workers where it is not `device_blocks`. Without `storage` the shared store
-    is read through the compute network's card. `processors` are those of one machine that all workers share, a step of a worker
-    taking one of them; None where each worker has its own.
+    is read through the compute network's card. `processors` are None where each worker has its own.
     """
 
     description: str
@@ -156,7 +165,7 @@ class ClusterProfile(_Values):
     tiers: dict[LowerTier, TierValues] = {}
     storage: StorageValues | None = None
     pipeline: PipelineValues = PipelineValues(stages=1, hop_s=0.0)
-    processors: Annotated[int, Field(gt=0)] | None = None
+    processors: ProcessorValues | None = None
     step_variation: Annotated[float, Field(ge=0, le=0.5)] = 0.0
     chunked_prefill: bool = True
     reuse_blocks: bool = True
