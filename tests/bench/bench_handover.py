@@ -3,7 +3,8 @@
 Two actors of a local Ray hold caches of the default model's shape. A hand-over is offer, ticket to the other process, and fetch
 into its blocks. It is held against one memory copy of the same bytes in the same run, and a library's transport against what
 the library moves by itself between the same memories. What streaming leaves to wait for is the last group of layers of the last
-chunk: that hand-over is held against the one of the whole prompt in one piece.
+chunk: that hand-over is held against the one of the whole prompt in one piece. Replication is timed as the prefill that it runs
+beside, while another process pulls from the one that computes as fast as the budget of `conductor demo migration` lets it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import random
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from conductor.demo import REPLICATION
 from tests.bench.harness import Figure, Report, at_least, at_most
 from workers.batching import layer_groups
 from workers.kv_transfer.base import KVDescriptor, KVTicket
@@ -36,6 +39,7 @@ ROUNDS = 9
 WARM_TRANSFERS = 12
 MOST_MB = 200.0
 SLOWED_GBPS = 4.0
+COMPUTED_TOKENS, COMPUTED_ROUNDS = 1024, 6
 LIBRARIES = {"nixl": "nixl_cu12", "mooncake": "mooncake"}
 
 
@@ -48,6 +52,7 @@ class Cache:
         self._rows = tuple(np.full((CACHE_BLOCKS, KV.layer_block_bytes), layer, np.uint8) for layer in range(KV.num_layers))
         self._transport = make_transport(name, KV, LinkLimit(link_gbps))
         self._transport.register(self._rows)
+        self._stop = threading.Event()
 
     def hand_over(self, target: Any, ids: Sequence[int], groups: Sequence[range]) -> tuple[float, float]:
         """Offer group by group and have `target` fetch each at once, as workers do; seconds in all, and of the offers."""
@@ -115,6 +120,29 @@ class Cache:
         target = np.zeros_like(source)
         return statistics.median(timed(lambda: np.copyto(target, source))[1] for _ in range(ROUNDS))
 
+    def replicate(self, source: Any, bytes_per_s: float) -> int:
+        """Pull chunk after chunk, not faster than that, until told to stop; how many came."""
+        import ray
+
+        self._stop.clear()
+        ids, layers, pulled, began_s = range(CHUNK_BLOCKS), range(KV.num_layers), 0, time.perf_counter()
+        while not self._stop.wait(
+            max(0.0, began_s + pulled * CHUNK_BLOCKS * KV.block_bytes / bytes_per_s - time.perf_counter())
+        ):
+            ticket = ray.get(source.offer.remote(ids, layers))
+            self._transport.fetch(ticket, self._blocks(ids, layers), LEASE_S)
+            source.release.remote(ticket.id)
+            pulled += 1
+        return pulled
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def prefill_s(self, seed: str) -> float:
+        from tests.bench.bench_tiers import prefill
+
+        return prefill(seed, lambda names: None, COMPUTED_TOKENS)[0]
+
     def _blocks(self, ids: Sequence[int], layers: range) -> KVBlocks:
         return KVBlocks(self._rows, tuple(ids)).layers(layers.start, layers.stop)
 
@@ -157,6 +185,19 @@ class Pair:
         rounds = [self._get(call(self.target, ids, groups)) for _ in range(ROUNDS)]
         whole, offered = zip(*rounds, strict=True)
         return statistics.median(whole), statistics.median(offered)
+
+    def replication_cost(self, bytes_per_s: float) -> tuple[float, int]:
+        """Time of a prefill in the source that the target pulls from meanwhile, over one left alone, less 1; and the number
+        of pulls. Both take turns, and each counts at its least disturbed."""
+        plain, pulled, pulls = [], [], 0
+        self._get(self.source.prefill_s.remote("warm"))
+        for number in range(COMPUTED_ROUNDS):
+            plain.append(self._get(self.source.prefill_s.remote(f"plain-{number}")))
+            replicated = self.target.replicate.remote(self.source, bytes_per_s)
+            pulled.append(self._get(self.source.prefill_s.remote(f"pulled-{number}")))
+            self._get(self.target.stop.remote())
+            pulls += self._get(replicated)
+        return min(pulled) / min(plain) - 1, pulls
 
     def fetch(self, ids: Sequence[int], *, by_itself: bool) -> float:
         """Seconds of the target's read of everything."""
@@ -226,6 +267,14 @@ def estimate_figures(pair: Pair, name: str) -> list[Figure]:
     ]
 
 
+def replication_figure(pair: Pair, name: str) -> Figure:
+    budget = REPLICATION.budget_bytes_per_s
+    cost, pulls = pair.replication_cost(budget)
+    moved_mb = pulls * CHUNK_BLOCKS * KV.block_bytes / 1e6
+    note = f"{moved_mb:.0f} MB, at most {budget / 1e6:.0f} MB/s, during {COMPUTED_ROUNDS} prefills of {COMPUTED_TOKENS} tokens"
+    return at_most(f"{name}_replication_cost", cost, 0.03, "of a prefill", note)
+
+
 def run() -> Report:
     figures: list[Figure] = []
     with local_ray() as ray:
@@ -236,6 +285,8 @@ def run() -> Report:
             pair = Pair(ray, name)
             figures += library_figures(pair, name) if name in LIBRARIES else copy_figures(pair, name)
             figures += estimate_figures(pair, name)
+            if name not in LIBRARIES:
+                figures.append(replication_figure(pair, name))
             pair.close()
         slowed = Pair(ray, "object_store", SLOWED_GBPS)
         figures += estimate_figures(slowed, f"object_store_at_{SLOWED_GBPS:g}_gbps")
