@@ -76,6 +76,7 @@ class DiskTier(KVTier):
             self._directory, self._owner = self._claim_writer()
             self._pins = Pins(self._root, self._files)
             self._refresh(starting=True)
+            self._make_room(0)  # evicted blocks whose segments were not deleted yet are found again
         except OSError as error:
             raise KVStoreError(f"the disk tier cannot be opened in {directory}: {error}") from error
 

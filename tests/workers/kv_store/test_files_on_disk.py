@@ -159,6 +159,16 @@ def test_disk_space_is_bounded(tmp_path: Path) -> None:
     tier.close()
 
 
+def test_what_a_start_finds_beyond_the_capacity_is_evicted(tmp_path: Path) -> None:
+    """As after a smaller capacity was configured, or where evicted blocks lie in segments that were still to be deleted."""
+    tier = make_disk(tmp_path, blocks=16)
+    tier.put(new_blocks(chain(0, 14)))
+    tier.close()
+    again = make_disk(tmp_path, blocks=8)
+    assert len(again.snapshot()) == read(again, chain(0, 14)) == int(0.85 * 8)
+    again.close()
+
+
 def test_a_bucket_is_a_shared_store(tmp_path: Path) -> None:
     """The same tier over an fsspec URL."""
     pytest.importorskip("fsspec")
