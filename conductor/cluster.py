@@ -82,7 +82,8 @@ def _exit_process(error: Exception) -> None:
 
 
 def plan_workers(config: Config) -> list[WorkerPlan]:
-    """The workers that the configuration asks for: `prefill-0`, `prefill-1`, ..., `decode-0`, ... Raises `ClusterError`."""
+    """The workers that the configuration asks for: `prefill-0`, `prefill-1`, ..., `decode-0`, ... Raises `ClusterError`; where
+    all run on this machine, for processors that it does not have too."""
     from workers.remote import DecodeWorker, PrefillWorker
 
     section, store = config.workers, _store_settings(config)
@@ -104,6 +105,7 @@ def _store_settings(config: Config) -> StoreSettings:
 def _plan(config: Config, store: StoreSettings, role: Role, number: int, actor_class: type) -> WorkerPlan:
     from workers.config import WorkerConfig
     from workers.kv_transfer.throttled import LinkLimit
+    from workers.processors import processors_for
 
     section = config.workers
     worker_id = f"{section.id_prefix}{role.value}-{number}"
@@ -132,6 +134,9 @@ def _plan(config: Config, store: StoreSettings, role: Role, number: int, actor_c
             store=store,
             stages=stages,
         )
+        if config.cluster.address is None:
+            for cpus in worker_config.cpus:
+                processors_for(cpus, section.threads)
     except ValueError as error:
         raise ClusterError(f"workers: {error}") from None
     direct = "rdt_" in section.transport
@@ -166,10 +171,10 @@ def profile_worker(config: Config, *, fresh: bool) -> dict[str, Any]:
     """The fitted cost profile of a prefill worker of this configuration, measured in this process. Raises `ClusterError`,
     `ModelError` or `ValueError`."""
     section = config.workers
+    (plan, *_) = plan_workers(config)
     connect(config.cluster, max((1, *section.stages)) * section.threads, actor_environment(section.threads))
     from workers.assembly import profile_worker  # imports Ray, which then no longer looks at the environment
 
-    (plan, *_) = plan_workers(config)
     return asdict(profile_worker(_with_stages(plan, Placing(config, [plan], {})), fresh=fresh))
 
 

@@ -63,7 +63,7 @@ def prepare_model(config: Config) -> Prepared:
     folder = find_model(config.model.name)
     check_weights(folder)
     for stages in config.workers.stages:
-        Share(of=stages).check(folder.config)
+        Share(of=stages).check(folder.config, "workers.prefill_stages")
     tokenizer = load_tokenizer_folder(folder.path)
     card = model_card(folder, tokenizer, config.model.kv_dtype, config.model.weights)
     formats = {"moved": config.workers.transport_codec, "stored": config.store.codec}

@@ -16,12 +16,12 @@ class Share:
     number: int = 0
     of: int = 1
 
-    def check(self, config: DecoderConfig) -> None:
-        """Raises `ModelFileError` when a model's layers cannot be shared out so."""
+    def check(self, config: DecoderConfig, setting: str = "stages") -> None:
+        """Raises `ModelFileError` when a model's layers cannot be shared out so. `setting`: what people call the number."""
         if not isinstance(config, ModelConfig) and self.of > 1:
-            raise ModelFileError(f"stages is {self.of}; allowed: 1 for a model with latent attention, experts or an encoder")
+            raise ModelFileError(f"{setting} is {self.of}; allowed: 1 for a model with latent attention, experts or an encoder")
         if self.of > config.num_layers:
-            raise ModelFileError(f"stages is {self.of}; allowed: 1 to {config.num_layers}, the number of the model's layers")
+            raise ModelFileError(f"{setting} is {self.of}; allowed: 1 to {config.num_layers}, the number of the model's layers")
 
     def layers(self, num_layers: int) -> range:
         return range(num_layers * self.number // self.of, num_layers * (self.number + 1) // self.of)

@@ -43,12 +43,17 @@ def processors_of(name: str, nodes: Path = NODES) -> set[int]:
     return chosen
 
 
-def bind_process(name: str, threads: int) -> None:
-    """Run every thread of this process, and those that they start, on the processors of that name. Raises `ValueError`, also
-    when there are fewer than the `threads` that compute."""
+def processors_for(name: str, threads: int) -> set[int]:
+    """The same, as a worker takes them. Raises `ValueError` also for fewer than the `threads` that compute."""
     chosen = processors_of(name)
     if len(chosen) < threads:
         raise ValueError(f"cpus is {name!r}, which is {len(chosen)} here, and threads is {threads}; allowed: at least as many")
+    return chosen
+
+
+def bind_process(name: str, threads: int) -> None:
+    """Run every thread of this process, and those that they start, on the processors of that name. Raises `ValueError`."""
+    chosen = processors_for(name, threads)
     for thread in _THREADS.iterdir():
         with suppress(ProcessLookupError):  # it has ended meanwhile
             os.sched_setaffinity(int(thread.name), chosen)

@@ -10,7 +10,9 @@ import pytest
 from conductor import serve
 from conductor.config import Config, load
 from conductor.gateway import ServedModel
+from models.errors import ModelError
 from models.folder import ModelCard
+from tests.models.builders import write_tiny_folder
 
 MEMINFO = "MemTotal:       24000000 kB\nMemFree:          100000 kB\nMemAvailable:    8000000 kB\n"
 CARD = ModelCard("tiny", "r", max_context=512, vocab_size=100, kv_bytes_per_token=1000, namespace=("tiny",))
@@ -63,3 +65,12 @@ def test_tenants_share_no_prefix() -> None:
     assert len(hash_prompt(tokens, "a")) == 2
     assert hash_prompt(tokens, "a") == hash_prompt(tokens, "a")
     assert set(hash_prompt(tokens, "a")) & set(hash_prompt(tokens, "b")) == set()
+
+
+def test_stages_beyond_the_model_s_layers_are_refused_by_the_name_of_their_setting(
+    tmp_path: Path,
+) -> None:
+    """What people can change is what the message names."""
+    write_tiny_folder(tmp_path, "llama")
+    with pytest.raises(ModelError, match=r"workers\.prefill_stages is 99; allowed: 1 to 3, the number of the model's layers"):
+        serve.prepare_model(config(model__name=str(tmp_path), workers__prefill_stages=99))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from conductor.cluster import plan_workers
+from conductor.cluster import profile_worker as cluster_profile
 from conductor.config import load
 from conductor.connection import ClusterError
 from conductor.core.types import Role
@@ -121,7 +122,7 @@ def test_stages_without_processors_of_their_own_are_refused() -> None:
 
 def test_actors_take_the_names_in_turn() -> None:
     """Prefill workers with all their stages first, then decode workers; unless asked for, nobody is bound."""
-    flags = {"workers.prefill": 2, "workers.prefill_stages": [2, 1], "workers.decode": 2}
+    flags = {"workers.prefill": 2, "workers.prefill_stages": [2, 1], "workers.decode": 2, "cluster.address": "ray.example:6379"}
     for given, expected in (
         (["numa:0", "numa:1"], [("numa:0", "numa:1"), ("numa:0",), ("numa:1",), ("numa:0",)]),
         ([0, "1,2", 3], [("0", "1,2"), ("3",), ("0",), ("1,2",)]),
@@ -136,3 +137,25 @@ def test_actors_take_the_names_in_turn() -> None:
 def test_a_name_of_nothing_is_refused_before_any_worker_starts() -> None:
     with pytest.raises(ClusterError, match="workers: cpus is 'fast'; allowed: processors, as 0-3,8, or a memory node"):
         plan_workers(load(None, None, {"workers.cpus": ["fast"]}).config)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"workers.cpus": ["0", "99999"]}, "workers: cpus is '99999'; allowed on this machine: "),
+        ({"workers.cpus": ["0"], "workers.threads": 2}, "workers: cpus is '0', which is 1 here, and threads is 2; allowed: at"),
+    ],
+)
+def test_what_a_local_worker_would_not_find_is_refused_before_ray_starts(
+    flags: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a machine is profiled. What another machine has is known there alone."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda thread: {0, 1})
+    started: list[object] = []
+    monkeypatch.setattr("conductor.cluster.connect", lambda *args: started.append(args))
+    local = load(None, None, flags).config
+    for begin in (plan_workers, partial(cluster_profile, fresh=True)):
+        with pytest.raises(ClusterError, match=message):
+            begin(local)
+    assert started == []
+    assert len(plan_workers(load(None, None, {**flags, "cluster.address": "ray.example:6379"}).config)) == 3
