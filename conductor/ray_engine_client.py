@@ -50,6 +50,23 @@ class _Request:
             self.mailbox.put(self.stream.end(reason, message))
 
 
+class _Outage:
+    """Says once that the Conductor does not answer, and once that it does again, however many calls fail in between."""
+
+    def __init__(self) -> None:
+        self._failures = 0
+
+    def failed(self, what: str, error: Exception) -> None:
+        self._failures += 1
+        if self._failures == 1:
+            logger.warning("%s at the Conductor, which does not answer: %s", what, type(error).__name__)
+
+    def over(self) -> None:
+        if self._failures > 1:
+            logger.warning("the Conductor answers again; meanwhile %d calls to it have failed", self._failures)
+        self._failures = 0
+
+
 @dataclass(slots=True)
 class _Life:
     """One life of a worker. A Conductor that was started again gives it another epoch, but it is the same life."""
@@ -69,6 +86,7 @@ class RayEngineClient:
         self._ended: deque[RequestFinished] = deque(maxlen=ENDED_REMEMBERED)
         self._workers: dict[WorkerId, _Life] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._outage = _Outage()
 
     @property
     def channel(self) -> str:
@@ -156,10 +174,12 @@ class RayEngineClient:
         while True:
             try:
                 async for pending in self._conductor.notices.remote(self._channel):
-                    for notice in await pending:
+                    notices = await pending
+                    self._outage.over()
+                    for notice in notices:
                         self._take(notice)
             except Exception as error:
-                logger.warning("the Conductor's notices were interrupted: %s", type(error).__name__)
+                self._outage.failed("notices were interrupted", error)
             await asyncio.sleep(RECONNECT_DELAY_S)
 
     def _take(self, notice: Notice) -> None:
@@ -216,8 +236,14 @@ class RayEngineClient:
                 await self._report_failed(request, worker_id, "output was lost with its worker")
 
     async def _report_failed(self, request: _Request, worker_id: WorkerId, message: str) -> None:
-        failed = RequestFailed(request.stream.job.request.id, request.stream.attempt, worker_id, message)
-        await self._conductor.report_lost_output.remote(self._channel, failed)
+        """Until the Conductor has heard it: one that is started again meanwhile hears it from nobody else."""
+        stream, attempt = request.stream, request.stream.attempt
+        failed = RequestFailed(stream.job.request.id, attempt, worker_id, message)
+        what = f"the failure of request {failed.request_id} was not reported"
+        while self._requests.get(failed.request_id) is request and stream.attempt == attempt and not stream.finished:
+            if await self._told(what, self._conductor.report_lost_output, self._channel, failed):
+                return
+            await asyncio.sleep(RECONNECT_DELAY_S)
 
     async def _answer(self, notice: ResumeNotice) -> None:
         """Go on with an interrupted request, unless nothing is left to go on with."""
@@ -231,7 +257,7 @@ class RayEngineClient:
         ended = self._ended if request is None else [request.stream.ending()]
         for ending in ended:
             if ending is not None and ending.request_id == notice.request_id:
-                await self._conductor.report.remote([ending])
+                await self._told(f"the end of request {notice.request_id} was not reported", self._conductor.report, [ending])
                 return
         await self._cancel_at_conductor(notice.request_id)
 
@@ -250,12 +276,17 @@ class RayEngineClient:
 
     async def _cancel_at_conductor(self, request_id: RequestId) -> None:
         """One that does not answer is gone, and whatever comes in its place has never heard of the request."""
+        await self._told(f"request {request_id} was not cancelled", self._conductor.cancel, request_id)
+
+    async def _told(self, what: str, method: Any, *args: Any) -> bool:
+        """Whether the Conductor has taken a call; `what` is the case where it has not."""
         try:
-            await self._conductor.cancel.remote(request_id)
+            await method.remote(*args)
         except Exception as error:
-            logger.warning(
-                "request %s was not cancelled at the Conductor, which does not answer: %s", request_id, type(error).__name__
-            )
+            self._outage.failed(what, error)
+            return False
+        self._outage.over()
+        return True
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(self._logged(work))

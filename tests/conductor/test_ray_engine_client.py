@@ -109,6 +109,12 @@ async def stage() -> AsyncIterator[Stage]:
     await opened.client.close()
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
 def output(index: int, *, attempt: int = 1, worker: str = "d0", finish: FinishReason | None = None) -> TokenOutput:
     return TokenOutput("r1", attempt, index, 100 + index, worker, finish)
 
@@ -319,6 +325,58 @@ async def test_a_conductor_that_is_down_costs_a_cancellation_one_line(
     assert stage.conductor.called("cancel") == [("r1",)]
     (record,) = caplog.records
     message = "request r1 was not cancelled at the Conductor, which does not answer: ConnectionError"
+    assert (record.levelname, record.getMessage(), record.exc_info) == ("WARNING", message, None)
+
+
+async def test_a_failure_is_reported_until_the_conductor_has_heard_it(
+    stage: Stage, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line says that it is down and one that it is back, whatever was tried meanwhile, and none is a traceback. What has
+    ended is not reported any more."""
+    monkeypatch.setattr("conductor.ray_engine_client.RECONNECT_DELAY_S", 0.001)
+    caplog.set_level(logging.WARNING, "conductor")
+    conductor, down = stage.conductor, True
+
+    def gone(*args: Any) -> None:
+        if down:
+            raise ConnectionError("no such actor")
+
+    conductor.report_lost_output = Call(conductor.calls, "report_lost_output", gone)
+    conductor.report = Call(conductor.calls, "report", gone)
+    for request_id in ("r1", "r2"):
+        await stage.client.submit(job(request_id))
+        stage.d0.outputs.put(TokenOutput(request_id, 1, 1, None, "d0", FinishReason.FAILED, message="no room"))
+    await until(lambda: len(conductor.called("report_lost_output")) > 8)
+    await stage.client.cancel("r2")
+    down = False
+    before = len(conductor.called("report_lost_output"))
+    await until(lambda: len(conductor.called("report_lost_output")) > before)
+    await asyncio.sleep(0.02)
+    told = conductor.called("report_lost_output")[before:]
+    assert told == [("gateway-1", RequestFailed("r1", 1, "d0", "no room"))]
+    assert [record.exc_info for record in caplog.records] == [None, None]
+    first, last = (record.getMessage() for record in caplog.records)
+    assert first == "the failure of request r1 was not reported at the Conductor, which does not answer: ConnectionError"
+    assert last.startswith("the Conductor answers again; meanwhile ")
+
+
+async def test_an_ending_that_a_conductor_does_not_hear_is_one_line(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever comes in its place has never heard of the request. Notices that break off while it is down are counted."""
+    caplog.set_level(logging.WARNING, "conductor")
+
+    def gone(*args: Any) -> None:
+        raise ConnectionError("no such actor")
+
+    await stage.client.submit(job())
+    stage.p0.outputs.put(output(0, worker="p0", finish=FinishReason.STOP))
+    await stage.read()
+    stage.conductor.report = Call(stage.conductor.calls, "report", gone)
+    stage.conductor.tell(ResumeNotice("r1", 1))
+    await stage.settle()
+    stage.conductor.notices.put(ConnectionError("no such actor"))
+    await stage.settle()
+    (record,) = caplog.records
+    message = "the end of request r1 was not reported at the Conductor, which does not answer: ConnectionError"
     assert (record.levelname, record.getMessage(), record.exc_info) == ("WARNING", message, None)
 
 
