@@ -30,6 +30,7 @@ from conductor.flight_log import FlightLogWriter
 from conductor.in_flight import InFlight
 from conductor.mailbox import Mailbox
 from conductor.notices import Notice, RejectionNotice, ResumeNotice, WorkerNotice
+from conductor.readiness import Readiness
 from conductor.scheduler_port import SchedulerPort
 from conductor.worker_calls import Worker, WorkerCalls, no_event
 
@@ -80,6 +81,7 @@ class ConductorRuntime:
         self._inbox: asyncio.Queue[tuple[float, Event]] = asyncio.Queue()
         self._calls = WorkerCalls(self._post, self._ports.is_worker_loss)
         self._in_flight = InFlight()
+        self._readiness = Readiness()
         self._drains = Drains(self._ports.stop_worker, self._in_flight.uses)
         self._mailboxes: dict[str, Mailbox[Notice]] = {}
         self._counters = Counters()
@@ -175,9 +177,9 @@ class ConductorRuntime:
 
     async def status(self) -> ClusterStatus:
         """A picture of the cluster."""
-        missing = self._calls.missing_roles()
-        reason = str(self._fatal) if self._fatal else f"no {' and no '.join(missing)} worker" if missing else None
         workers = dict(sorted(self._calls.workers.items()))
+        unknown, now = self._scheduler.unknown_caches(), self._ports.clock()
+        reason = str(self._fatal) if self._fatal else self._readiness.hindrance(workers.values(), unknown, now)
         belief = self._scheduler.worker_belief()
         counters = {name: float(value) for name, value in asdict(self._counters).items()}
         counters |= {"inbox": float(self._inbox.qsize()), "in_flight": float(len(self._in_flight))}
@@ -198,7 +200,7 @@ class ConductorRuntime:
         Returns its epoch. Epochs come from the wall clock, so that they go on rising when this process is started again.
         """
         self._last_epoch = max(self._last_epoch + 1, time.time_ns() // 1_000_000)
-        worker = Worker(spec, self._last_epoch, handle)
+        worker = Worker(spec, self._last_epoch, handle, self._ports.clock())
         previous = self._calls.workers.get(spec.id)
         if previous is not None:
             self._post(ev.WorkerLost(spec.id, previous.epoch))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 from conductor.core.commands import Command
@@ -18,6 +18,8 @@ class SchedulerPort(Protocol):
     def next_deadline(self) -> float | None: ...
 
     def decision_record(self, request_id: RequestId) -> Mapping[str, Any] | None: ...
+
+    def unknown_caches(self) -> Collection[WorkerId]: ...
 
     def worker_belief(self) -> Mapping[WorkerId, Mapping[str, Any]]: ...
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
 from conductor.core.events import Event, LoadReported, RequestFailed, WorkerLost
-from conductor.core.types import RequestId, Role, TierReport, WorkerId, WorkerLoad, WorkerSpec
+from conductor.core.types import RequestId, TierReport, WorkerId, WorkerLoad, WorkerSpec
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,7 @@ class Worker:
     spec: WorkerSpec
     epoch: int
     handle: Any
+    joined_s: float
     load: WorkerLoad = field(default_factory=WorkerLoad)
     tiers: tuple[TierReport, ...] = ()
     draining: bool = False
@@ -101,11 +102,6 @@ class WorkerCalls:
     def handle_of(self, owner: str | None) -> Any | None:
         worker = None if owner is None else self.at(owner)
         return None if worker is None else worker.handle
-
-    def missing_roles(self) -> list[str]:
-        """Roles that no worker plays that still takes work."""
-        roles = {worker.spec.role for worker in self.workers.values() if not worker.draining}
-        return [role.value for role in (Role.PREFILL, Role.DECODE) if not roles & {role, Role.COUPLED}]
 
     def call(self, worker: Worker, call: Call, on_failure: OnFailure) -> None:
         self.spawn(self._finish(worker, call, on_failure))

@@ -41,7 +41,7 @@ class Intake:
 @dataclass(slots=True)
 class SourceLog:
     """How far one source has been followed. `asked_s` is when a snapshot was last asked for, while one is awaited; `intake` is
-    set while one is taken in."""
+    set while one is taken in, and `known` once one has been."""
 
     epoch: int
     seq: int = 0
@@ -49,6 +49,7 @@ class SourceLog:
     asked_s: float | None = None
     holders: dict[Holder, None] = field(default_factory=dict)
     intake: Intake | None = None
+    known: bool = False
 
 
 class BlockReports:
@@ -111,6 +112,10 @@ class BlockReports:
             return self._ask(stamp.source, log, now)
         log.highest_seq = stamp.seq
         return []
+
+    def unknown(self) -> set[str]:
+        """Sources of whose lives no snapshot has been taken in yet."""
+        return {source for source, log in self._logs.items() if not log.known}
 
     def ask(self, source: str, now: float) -> list[Command]:
         """Ask for a snapshot of a source whose claims proved wrong, unless one is on its way."""
@@ -195,6 +200,7 @@ class BlockReports:
         if sum(map(len, fresh.values())) <= self._piece_blocks:
             for holder in log.holders:
                 self._index.replace(holder, fresh.get(holder, ()))
+            log.known = True
             return
         for holder in log.holders:
             self._index.replace(holder, ())
@@ -210,7 +216,7 @@ class BlockReports:
 
     def _end_intake(self, source: str, log: SourceLog, now: float) -> list[Command]:
         assert log.intake is not None
-        later = log.intake.later
+        later, log.known = log.intake.later, True
         self._drop_intake(source)
         if log.asked_s is None:
             for holder in log.holders:

@@ -119,6 +119,10 @@ class Scheduler:
         """Why the request went where it did and what came of it, as JSON values; None when it is not known (any more)."""
         return self._log.explain(request_id)
 
+    def unknown_caches(self) -> set[WorkerId]:
+        """Workers of whose caches no snapshot has been taken in since they joined."""
+        return self._reports.unknown()
+
     def worker_belief(self) -> dict[WorkerId, dict[str, Any]]:
         """What is believed of each worker, as JSON values."""
         described = self._view.describe(self._now, self._learning.trust)

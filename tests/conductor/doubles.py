@@ -35,6 +35,7 @@ class ScriptedScheduler:
         self.events: list[Event] = []
         self.times: list[float] = []
         self.deadline: float | None = None
+        self.unknown: set[str] = set()
 
     def handle(self, event: Event, now: float) -> list[Command]:
         self.events.append(event)
@@ -48,6 +49,9 @@ class ScriptedScheduler:
 
     def decision_record(self, request_id: str) -> Mapping[str, Any] | None:
         return {"request_id": request_id} if any(getattr(e, "request_id", None) == request_id for e in self.events) else None
+
+    def unknown_caches(self) -> set[str]:
+        return self.unknown
 
     def worker_belief(self) -> Mapping[str, Mapping[str, Any]]:
         return {}

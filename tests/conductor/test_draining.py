@@ -44,7 +44,7 @@ class Scene:
         self.used = False
         self.stopped: list[Any] = []
         self.drains = Drains(self.stopped.append, lambda worker_id: self.used)
-        self.task = asyncio.create_task(self.drains.finish(Worker(worker_spec("p0", Role.PREFILL), 1, self.handle)))
+        self.task = asyncio.create_task(self.drains.finish(Worker(worker_spec("p0", Role.PREFILL), 1, self.handle, 0.0)))
 
     async def answers(self, count: int) -> None:
         """Wait for so many more looks at the worker."""

@@ -20,7 +20,7 @@ def report(failure: str | None) -> LoadReported:
 
 def test_a_tier_that_begins_to_fail_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     """In the log when it begins, in the figures for as long as it lasts."""
-    worker = Worker(spec("p0"), 1, handle=None)
+    worker = Worker(spec("p0"), 1, handle=None, joined_s=0.0)
     for _ in range(3):
         worker.hear(report("the disk does not take KV"))
     assert caplog.text.count("the disk does not take KV") == 1
@@ -53,8 +53,8 @@ class Handle:
 
 async def test_everybody_is_asked_and_a_silent_worker_is_named() -> None:
     calls = WorkerCalls(lambda event: None, lambda error: False)
-    calls.add(Worker(spec("p1"), 1, Handle(ValueError("no"))))
-    calls.add(Worker(spec("p0"), 1, Handle({"host": 4})))
+    calls.add(Worker(spec("p1"), 1, Handle(ValueError("no")), 0.0))
+    calls.add(Worker(spec("p0"), 1, Handle({"host": 4}), 0.0))
     answers = await calls.ask_everybody(lambda handle: handle.ask())
     assert answers == {"p0": {"host": 4}, "p1": {"error": "ValueError: no"}}
     await calls.stop()

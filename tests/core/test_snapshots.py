@@ -67,6 +67,24 @@ def test_a_small_snapshot_is_known_at_once() -> None:
     assert one.scheduler.next_deadline() is None
 
 
+def test_a_cache_is_unknown_until_its_first_snapshot_is_in() -> None:
+    """To the last piece; a later one takes nothing from that, a later life does. Reports without one say little."""
+    one, _ = driven()
+    scheduler = one.scheduler
+    assert scheduler.unknown_caches() == {"p0", "p1", "d0"}
+    one(snapshot(CHAIN[:10]), BlocksStored(Stamp("p1", 1, 1), Tier.DEVICE, None, CHAIN))
+    assert scheduler.unknown_caches() == {"p1", "d0"}
+    one(WorkerLost("p0", 1), WorkerJoined(worker("p0", Role.PREFILL), 2), snapshot(CHAIN, epoch=2))
+    for _ in range(3):
+        assert scheduler.unknown_caches() == {"p0", "p1", "d0"}
+        one.now = scheduler.next_deadline() or 0.0
+        scheduler.handle(Tick(), one.now)
+    take_in(one)
+    assert scheduler.unknown_caches() == {"p1", "d0"}
+    one(snapshot(CHAIN, seq=2, epoch=2), WorkerLost("p1", 1))
+    assert scheduler.unknown_caches() == {"d0"}
+
+
 def test_what_is_told_meanwhile_waits_behind_the_snapshot() -> None:
     """Stored below a block of the last piece, removed from the first, and cleared: in the end index and truth agree (I14)."""
     one, index = driven()
