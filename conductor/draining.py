@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from conductor.core.commands import TransferBlocks
 from conductor.core.events import Event, TransferFailed, TransferFinished
 from conductor.core.types import WorkerId
 from conductor.worker_calls import Worker
@@ -33,8 +32,8 @@ class Drains:
         self._in_use = in_use
         self._transfers: dict[str, WorkerId] = {}
 
-    def transfer_began(self, command: TransferBlocks) -> None:
-        self._transfers[command.transfer_id] = command.source.owner
+    def transfer_began(self, transfer_id: str, source: WorkerId) -> None:
+        self._transfers[transfer_id] = source
 
     def observe(self, event: Event) -> None:
         if isinstance(event, TransferFinished | TransferFailed):

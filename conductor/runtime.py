@@ -23,7 +23,7 @@ from conductor.core import events as ev
 from conductor.core.commands import Command
 from conductor.core.events import Event
 from conductor.core.messages import GenerationJob
-from conductor.core.types import Decision, RequestId, WorkerId, WorkerSpec
+from conductor.core.types import Decision, Holder, RequestId, Tier, WorkerId, WorkerSpec
 from conductor.draining import Drains
 from conductor.engine_client import ClusterStatus
 from conductor.flight_log import FlightLogWriter
@@ -324,7 +324,8 @@ class ConductorRuntime:
             return  # it was cancelled meanwhile, and the cancellation is in the inbox
         decode = self._calls.handle_of(placement.decode)
         reuse = placement.reuse
-        source = self._calls.handle_of(reuse.relay or (reuse.source.owner if reuse.source else None))
+        giver = self._calls.at(reuse.source) if reuse.source and reuse.relay is None else None
+        source = self._calls.handle_of(reuse.relay) if giver is None else giver.handle
         self._calls.call_for_request(
             placement.prefill,
             placement.request_id,
@@ -360,25 +361,25 @@ class ConductorRuntime:
         self._tell(command.request_id, ResumeNotice(command.request_id, command.attempt))
 
     def _transfer_blocks(self, command: cmd.TransferBlocks) -> None:
-        target, source = self._calls.at(command.target.owner), self._calls.handle_of(command.source.owner)
+        target, source = self._calls.at(command.target), self._calls.at(command.source)
         if target is None or source is None:
             gone = command.target.owner if target is None else command.source.owner
             self._post(ev.TransferFailed(command.transfer_id, f"no worker at {gone}"))
             return
-        self._drains.transfer_began(command)
+        self._drains.transfer_began(command.transfer_id, source.spec.id)
         self._calls.call(
             target,
-            lambda handle: handle.pull_blocks.remote(command.transfer_id, source, command.blocks),
+            lambda handle: handle.pull_blocks.remote(command.transfer_id, source.handle, command.blocks),
             lambda message: ev.TransferFailed(command.transfer_id, message),
         )
 
     def _drop_blocks(self, command: cmd.DropBlocks) -> None:
-        worker = self._calls.at(command.holder.owner)
+        worker = self._calls.at(command.holder)
         if worker is not None:
             self._calls.call(worker, lambda handle: handle.drop_blocks.remote(command.blocks), no_event)
 
     def _request_snapshot(self, command: cmd.RequestSnapshot) -> None:
-        worker = self._calls.at(command.source)
+        worker = self._calls.at(Holder(command.source, Tier.DEVICE))
         if worker is not None:
             self._calls.call(worker, lambda handle: handle.snapshot.remote(), no_event)
 

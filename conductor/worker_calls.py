@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
 from conductor.core.events import Event, LoadReported, RequestFailed, WorkerLost
-from conductor.core.types import RequestId, TierReport, WorkerId, WorkerLoad, WorkerSpec
+from conductor.core.types import Holder, RequestId, TierReport, WorkerId, WorkerLoad, WorkerSpec
 
 logger = logging.getLogger(__name__)
 
@@ -93,14 +93,15 @@ class WorkerCalls:
         del self.workers[event.worker_id]
         return True
 
-    def at(self, owner: str) -> Worker | None:
-        """The worker with this id, or for a node's store the first worker on that node."""
-        if owner in self.workers:
-            return self.workers[owner]
-        return next((worker for _, worker in sorted(self.workers.items()) if worker.spec.node == owner), None)
+    def at(self, holder: Holder) -> Worker | None:
+        """The worker whose pool this is, or for a node's store the first worker of that node that has it."""
+        if holder.owner in self.workers:
+            return self.workers[holder.owner]
+        of_node = (worker for _, worker in sorted(self.workers.items()) if worker.spec.node == holder.owner)
+        return next((worker for worker in of_node if holder.tier in worker.spec.capacity_blocks), None)
 
-    def handle_of(self, owner: str | None) -> Any | None:
-        worker = None if owner is None else self.at(owner)
+    def handle_of(self, worker_id: WorkerId | None) -> Any | None:
+        worker = None if worker_id is None else self.workers.get(worker_id)
         return None if worker is None else worker.handle
 
     def call(self, worker: Worker, call: Call, on_failure: OnFailure) -> None:

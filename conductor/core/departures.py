@@ -2,15 +2,19 @@
 
 The index knows who has a block and no block's parent, so the chains to look for are those of the prompts that were decided
 last, the newest first. What a worker that leaves has of one of them beyond everybody who stays (other device pools, lower tiers
-of hosts where somebody stays, the shared store) is copied to the worker that lacks the least of it, if it comes there sooner
-than it could be computed. Nobody is given more than a share of its pool: that is the newest of what the other had, against the
-oldest of its own. A few copies travel at a time, and a few prompts are looked at in one call, so that no decision waits for a
-departure.
+of hosts where somebody stays who reads them, the shared store) is copied to the worker that lacks the least of it, if it comes
+there sooner than it could be computed. Nobody is given more than a share of its pool: that is the newest of what the other had,
+against the oldest of its own. A few copies travel at a time, and a few prompts are looked at in one call, so that no decision
+waits for a departure.
+
+When nobody stays who reads a host's memory or disk, the worker that began to leave it last hands on what lies there too. It
+brings that up into its own pool first, which evicts from there; so prompts of which the pool has all that there is go before.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,13 +33,16 @@ POOL_SHARE = 0.5
 COPIES_AT_ONCE = 4
 LOOKS_AT_ONCE = 32
 PAUSE_S = 0.001  # between two calls that look
+HOST_TIERS = (Tier.HOST, Tier.DISK)
 
 
 @dataclass(slots=True)
 class Departure:
-    """A worker that leaves. `waiting` prompts are yet to be looked at, the newest last; `handed` says who was given a block."""
+    """A worker that leaves. `waiting` prompts are yet to be looked at, the newest last; of those in `below`, the newest first,
+    its host's tiers have more than its pool. `handed` says who was given a block."""
 
     waiting: list[tuple[BlockHash, ...]]
+    below: deque[tuple[BlockHash, ...]] = field(default_factory=deque)
     handed: dict[BlockHash, WorkerId] = field(default_factory=dict)
     given_blocks: dict[WorkerId, int] = field(default_factory=dict)
 
@@ -88,7 +95,13 @@ class Departures:
 
     def ended(self, event: TransferFinished | TransferFailed, now: float) -> list[Command]:
         """A copy is there, or will not be; the next one may begin."""
-        return self._go_on(now) if self._end(event.transfer_id) else []
+        copy = self._end(event.transfer_id)
+        if copy is None:
+            return []
+        onward = self._leaving.get(copy.flow.target)
+        if onward is not None:  # it has begun to leave meanwhile
+            onward.waiting.append(copy.command.blocks)
+        return self._go_on(now)
 
     def worker_lost(self, worker: WorkerId, now: float) -> None:
         """It leaves no more, and no copy from or to it will be heard of again."""
@@ -120,55 +133,91 @@ class Departures:
 
     def _may_go_on(self, worker: WorkerId) -> bool:
         under_way = sum(copy.flow.source == worker for copy in self._copies.values())
-        return bool(self._leaving[worker].waiting) and under_way < COPIES_AT_ONCE
+        departure = self._leaving[worker]
+        return bool(departure.waiting or departure.below) and under_way < COPIES_AT_ONCE
 
     def _go_on(self, now: float) -> list[Command]:
         """Begin copies until enough are under way, or enough has been looked at for now."""
         commands: list[Command] = []
         looks = LOOKS_AT_ONCE
         for worker in sorted(self._leaving):
-            departure, staying = self._leaving[worker], self._staying_slots()
+            departure, kept = self._leaving[worker], self._kept_slots()
+            given_up = self._given_up(worker, kept)
             while looks and self._may_go_on(worker):
                 looks -= 1
-                command = self._hand_on(worker, departure, departure.waiting.pop(), staying)
+                command = self._hand_on(worker, departure, given_up, kept)
                 if command is not None:
                     commands.append(command)
         self._due_s = now + PAUSE_S if any(self._may_go_on(worker) for worker in self._leaving) else math.inf
         return commands
 
-    def _staying_slots(self) -> list[int]:
+    def _kept_slots(self) -> list[int]:
         """The index slots of everybody whose blocks can be had when all who leave have left."""
-        specs = self._view.specs
-        nodes = {spec.node for worker, spec in specs.items() if worker not in self._leaving}
-        return [
-            slot
-            for slot, holder in self._view.holder_of_slot.items()
-            if holder.tier is Tier.SHARED
-            or (holder.owner in nodes if holder.tier is not Tier.DEVICE else holder.owner not in self._leaving)
-        ]
+        view = self._view
+        staying = {
+            view.holder(worker, tier)
+            for worker, spec in view.specs.items()
+            if worker not in self._leaving
+            for tier in spec.capacity_blocks
+        }
+        return [slot for slot, holder in view.holder_of_slot.items() if holder.tier is Tier.SHARED or holder in staying]
+
+    def _given_up(self, worker: WorkerId, kept: list[int]) -> dict[Holder, int]:
+        """The tiers of its host, with their slots, whose blocks this worker hands on: those that nobody who stays reads, unless
+        somebody has begun later to leave them too."""
+        view = self._view
+        last = {
+            view.holder(leaving, tier): leaving
+            for leaving in self._leaving
+            for tier in HOST_TIERS
+            if tier in view.specs[leaving].capacity_blocks
+        }
+        slots = view.holder_of_slot.items()
+        return {holder: slot for slot, holder in slots if last.get(holder) == worker and slot not in kept}
 
     def _hand_on(
-        self, worker: WorkerId, departure: Departure, prompt: tuple[BlockHash, ...], staying: list[int]
+        self, worker: WorkerId, departure: Departure, given_up: dict[Holder, int], kept: list[int]
     ) -> TransferBlocks | None:
+        """Look at the next prompt."""
+        first_look = bool(departure.waiting)
+        prompt = departure.waiting.pop() if first_look else departure.below.popleft()
         confirmed = self._index.match(prompt).confirmed
-        depth = int(confirmed[self._index.slot(Holder(worker, Tier.DEVICE))])
+        source = Holder(worker, Tier.DEVICE)
+        depth = pooled = int(confirmed[self._index.slot(source)])
+        for holder, slot in given_up.items():
+            if int(confirmed[slot]) > depth:
+                source, depth = holder, int(confirmed[slot])
         blocks = prompt[:depth]
-        if not blocks or blocks[-1] in departure.handed or int(confirmed[staying].max(initial=0)) >= depth:
+        if not blocks or blocks[-1] in departure.handed or int(confirmed[kept].max(initial=0)) >= depth:
             return None
-        target, held = self._target(worker, departure, blocks, confirmed)
+        if first_look and depth > pooled:
+            departure.below.append(prompt)
+            return None
+        brought_up_s = self._brought_up_s(worker, source, depth - pooled)
+        target, held = self._target(worker, departure, blocks, confirmed, brought_up_s)
         if target is None:
             return None
         departure.given_blocks[target] = departure.given_blocks.get(target, 0) + depth - held
         departure.handed.update(dict.fromkeys(blocks, target))
         self._numbers += 1
-        ends = Holder(worker, Tier.DEVICE), Holder(target, Tier.DEVICE)
-        command = TransferBlocks(f"drain-{self._numbers}", *ends, blocks, TransferReason.DRAIN)
+        end = Holder(target, Tier.DEVICE)
+        command = TransferBlocks(f"drain-{self._numbers}", source, end, blocks, TransferReason.DRAIN)
         self._copies[command.transfer_id] = HandedOn(command, Flow(worker, target))
         self._view.open_flow(Flow(worker, target))
         return command
 
+    def _brought_up_s(self, worker: WorkerId, source: Holder, blocks: int) -> float:
+        """Time to read so many blocks of a lower tier into the pool that they are copied from."""
+        nbytes = blocks * self._block_tokens * self._view.specs[worker].profile.kv_bytes_per_token
+        return nbytes / self._view.outbound_bytes_per_s(source) if blocks else 0.0
+
     def _target(
-        self, worker: WorkerId, departure: Departure, blocks: tuple[BlockHash, ...], confirmed: np.ndarray[Any, Any]
+        self,
+        worker: WorkerId,
+        departure: Departure,
+        blocks: tuple[BlockHash, ...],
+        confirmed: np.ndarray[Any, Any],
+        brought_up_s: float,
     ) -> tuple[WorkerId | None, int]:
         """Who lacks the least of the prefix and may be given it, and how much of it is there or on its way."""
         pool, model = self._view.prefill, self._view.specs[worker].model
@@ -179,18 +228,20 @@ class Departures:
             held = max(int(confirmed[pool.slot[row]]), sent if other == receiver else 0)
             given = departure.given_blocks.get(other, 0)
             fits = given + len(blocks) - held <= POOL_SHARE * float(pool.capacity_blocks[row])
-            if pool.accepts[row] and pool.specs[other].model == model and fits and self._pays(worker, other, len(blocks), held):
+            if not fits or not pool.accepts[row] or pool.specs[other].model != model:
+                continue
+            if self._pays(worker, other, len(blocks), held, brought_up_s):
                 best = min(best or (0, math.inf, ""), (-held, given, other))
         return (None, 0) if best is None else (best[2], -best[0])
 
-    def _pays(self, worker: WorkerId, target: WorkerId, blocks: int, held: int) -> bool:
+    def _pays(self, worker: WorkerId, target: WorkerId, blocks: int, held: int, brought_up_s: float) -> bool:
         """Whether the copy is there sooner than the prefix could be computed."""
         tokens, held_tokens = blocks * self._block_tokens, held * self._block_tokens
         computed_s = self._view.prefill.prefill_s(target, tokens, held_tokens)
-        return self._view.copy_s(worker, target, tokens - held_tokens) < computed_s
+        return brought_up_s + self._view.copy_s(worker, target, tokens - held_tokens) < computed_s
 
-    def _end(self, transfer_id: str) -> bool:
+    def _end(self, transfer_id: str) -> HandedOn | None:
         copy = self._copies.pop(transfer_id, None)
         if copy is not None:
             self._view.close_flow(copy.flow)
-        return copy is not None
+        return copy

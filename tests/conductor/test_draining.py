@@ -9,14 +9,11 @@ from typing import Any
 import pytest
 
 from conductor import draining
-from conductor.core.commands import TransferBlocks
 from conductor.core.events import TransferFinished
-from conductor.core.types import Holder, Role, Tier, TransferReason
+from conductor.core.types import Role
 from conductor.draining import Drains
 from conductor.worker_calls import Worker
 from tests.core.builders import worker as worker_spec
-
-COPY = TransferBlocks("copy-1", Holder("p0", Tier.DEVICE), Holder("p1", Tier.DEVICE), (1, 2), TransferReason.DRAIN)
 
 
 class Handle:
@@ -92,7 +89,7 @@ async def test_a_worker_that_requests_are_placed_on_goes_on(scene: Callable[[], 
 async def test_a_worker_that_hands_something_on_goes_on(scene: Callable[[], Scene]) -> None:
     """The copy may not have begun when it is first looked at."""
     drained = scene()
-    drained.drains.transfer_began(COPY)
+    drained.drains.transfer_began("copy-1", "p0")
     await drained.answers(5)
     assert drained.stopped == []
     drained.drains.observe(TransferFinished("copy-1", 1, 0.1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -129,6 +130,17 @@ async def test_commands_become_calls(
     """Each command reaches the worker that it concerns; a node's store answers through a worker of that node."""
     await stage.deliver(ev.Tick(), command)
     assert getattr(stage, worker).calls[-1] == expected(stage)
+
+
+async def test_what_a_node_keeps_is_copied_from_a_worker_that_reads_it(stage: Stage) -> None:
+    """Not from another one of the node; without such a worker the copy has failed."""
+    reader = FakeWorker()
+    stored = replace(spec("p1"), capacity_blocks={Tier.DEVICE: 64, Tier.HOST: 64})
+    await stage.runtime.add_worker(stored, reader, "conductor")
+    await stage.deliver(ev.Tick(), replace(TRANSFER, source=Holder("node-1", Tier.HOST)))
+    assert stage.d0.called("pull_blocks") == [("t1", reader, (1, 2))]
+    await stage.deliver(ev.Tick(), replace(TRANSFER, source=Holder("node-1", Tier.DISK)))
+    assert stage.scheduler.seen(ev.TransferFailed) == [ev.TransferFailed("t1", "no worker at node-1")]
 
 
 async def test_a_decode_worker_chosen_late_is_told_to_the_prefill_worker(stage: Stage) -> None:

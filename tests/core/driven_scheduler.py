@@ -108,6 +108,9 @@ class DrivenScheduler(RuleBasedStateMachine):
 
     def hold_copy(self, command: TransferBlocks) -> None:
         source, target = command.source.owner, command.target.owner
+        if command.source.tier is not Tier.DEVICE:  # of its node, which nobody else is on
+            source = source.removeprefix("n-")
+            assert source in self.draining, "what a node keeps is copied when it is given up"
         assert {source, target} <= self.joined.keys()
         assert target not in self.draining
         assert source != target

@@ -231,8 +231,8 @@ async def test_the_conductor_comes_back_with_its_workers(deployment: Deployment)
 
 
 async def test_a_conductor_that_comes_back_knows_all_caches(deployment: Deployment) -> None:
-    """The index is rebuilt from snapshots of 100,000 blocks before it calls itself ready: nothing is expected of a worker that it
-    does not hold."""
+    """The index is rebuilt from snapshots of 100,000 blocks before it calls itself ready: nothing is expected of a worker that
+    it does not hold."""
     holds = indexed(await deployment.settled())
     assert sum(holds.values()) >= HELD_BLOCKS
     os.kill(await deployment.cluster.conductor.pid.remote(), signal.SIGKILL)

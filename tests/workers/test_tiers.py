@@ -15,7 +15,7 @@ from uuid import uuid4
 
 import pytest
 
-from conductor.core.events import BlocksRemoved, BlocksStored, IndexSnapshot, LoadReported, PrefillFinished
+from conductor.core.events import BlocksRemoved, BlocksStored, IndexSnapshot, LoadReported, PrefillFinished, TransferFinished
 from conductor.core.types import SHARED_STORE, Tier
 from tests.workers.actor_doubles import Cluster, make_job, place, until
 from tests.workers.doubles import expected_output
@@ -160,6 +160,18 @@ async def test_a_peer_without_the_tier_gets_it_through_its_owner(cluster: Cluste
     await cluster.workers["p2"].prefill(job, placement, cluster.handles["d0"], cluster.handles["p1"])
     assert await cluster.output_of("r2") == expected_output(PROMPT, 8)
     assert cluster.outputs["r2"][0].reused_tokens == REUSED
+
+
+async def test_what_lies_below_a_pool_alone_is_copied_out_of_it(cluster: Cluster, store: StoreSettings) -> None:
+    """As the last worker of a host is asked to before it goes."""
+    await filled(cluster, store)
+    await leave(cluster, "p0")
+    await join(cluster, "p1", store=only(store, Tier.DISK), node="far")
+    await join(cluster, "p2", node="near")
+    blocks = make_job("r2", PROMPT).request.block_hashes[:BLOCKS]
+    await cluster.workers["p2"].pull_blocks("drain-1", cluster.handles["p1"], blocks)
+    await until(lambda: [event.transfer_id for event in cluster.conductor.of(TransferFinished)] == ["drain-1"])
+    assert cluster.workers["p2"].cache.match(blocks) == BLOCKS
 
 
 async def test_the_answer_is_kept_for_the_next_turn(cluster: Cluster, store: StoreSettings) -> None:
