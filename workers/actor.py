@@ -317,8 +317,7 @@ class WorkerActor(ABC):
             self._reporter.tell_tiers(await asyncio.to_thread(self.store.reports))
             if time.monotonic() - looked_s >= settings.look_interval_s:
                 looked_s = time.monotonic()
-                if await asyncio.to_thread(self.store.has_news):
-                    self._reporter.ask_snapshot()
+                self._reporter.ask_look()
             await asyncio.sleep(settings.report_interval_s)
 
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from conductor.core.events import BlocksRemoved, BlocksStored, Event, IndexSnapshot, LoadReported
@@ -22,6 +22,7 @@ from workers.kv_store.hierarchy import Hierarchy
 logger = logging.getLogger(__name__)
 
 MAX_KEPT_EVENTS = 100_000
+MAX_LOOKED_BLOCKS = 2048
 _COVERED_BY_ATTACH = (BlocksStored, BlocksRemoved, IndexSnapshot, LoadReported)
 
 
@@ -42,6 +43,7 @@ class Reporter:
         self._epoch = 0
         self._seq = 0
         self._snapshot_due = False
+        self._look_due = False
         self._last_load: tuple[WorkerLoad, tuple[TierReport, ...]] | None = None
         self._tiers: tuple[TierReport, ...] = ()
 
@@ -63,6 +65,11 @@ class Reporter:
 
     def ask_snapshot(self) -> None:
         self._snapshot_due = True
+        self._wake.set()
+
+    def ask_look(self) -> None:
+        """Others may have changed what the tiers hold."""
+        self._look_due = True
         self._wake.set()
 
     def add(self, *events: Event) -> None:
@@ -87,8 +94,12 @@ class Reporter:
     async def flush(self) -> None:
         """Send what there is to tell, and wait until it has arrived."""
         conductor = self._conductor
-        batch = [] if conductor is None else self._collect(await self._held_if_due())
-        if conductor is None or not batch:
+        if conductor is None:
+            return
+        looked = await self._look_if_due()
+        held = await self._held_if_due()
+        batch = self._collect(looked if held is None else [], held)
+        if not batch:
             return
         try:
             await conductor.report.remote(batch)
@@ -110,17 +121,29 @@ class Reporter:
         finally:
             self._wake.clear()
 
+    async def _look_if_due(self) -> Sequence[tuple[Tier, PoolChange]]:
+        """What others have changed in the tiers, to be told before anything newer. Much of that had better come in a snapshot,
+        which is taken in by pieces."""
+        if not self._look_due or self._snapshot_due:
+            return ()
+        self._look_due = False
+        looked = await asyncio.to_thread(self._store.look)
+        self._snapshot_due |= sum(len(change.blocks) for _, change in looked) > MAX_LOOKED_BLOCKS
+        return looked
+
     async def _held_if_due(self) -> Mapping[Tier, tuple[BlockHash, ...]] | None:
         """What the tiers hold, when a snapshot is due; listing a disk must not hold up anything else."""
         if not self._snapshot_due:
             return None
         return await asyncio.to_thread(self._store.snapshot) if self._store.tiers else {}
 
-    def _collect(self, held: Mapping[Tier, tuple[BlockHash, ...]] | None) -> list[Event]:
-        """`held` is what the tiers hold, when a snapshot is due."""
-        batch: list[Event] = []
+    def _collect(
+        self, looked: Sequence[tuple[Tier, PoolChange]], held: Mapping[Tier, tuple[BlockHash, ...]] | None
+    ) -> list[Event]:
+        """`looked` is what a look at the tiers has found; `held` what they hold, when a snapshot is due."""
+        batch = [self._block_event(tier, change) for tier, change in looked]
         if held is not None:
-            self._snapshot_due = False
+            self._snapshot_due = self._look_due = False
             batch.append(IndexSnapshot(self._stamp(), {Tier.DEVICE: self._cache.snapshot(), **held}))
         batch += [self._block_event(Tier.DEVICE, change) for change in self._cache.drain_changes()]
         batch += [self._block_event(tier, change) for tier, change in self._store.changes()]

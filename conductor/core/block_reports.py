@@ -71,13 +71,19 @@ class BlockReports:
         self._restart(source, epoch)
         return True
 
-    def lost(self, source: str, epoch: int) -> None:
-        """Forget everything that a source claimed, and never listen to that life again."""
+    def lost(self, source: str, epoch: int, now: float) -> list[Command]:
+        """Forget everything that a source claimed, and never listen to that life again. What it had yet to tell of tiers that
+        others report on as well, one of these others is asked for: each tells what differs from what it has told itself."""
         self._forget(source)
-        self._logs.pop(source, None)
+        log = self._logs.pop(source, None)
         self._dead[source] = max(epoch, self._dead.pop(source, epoch))
         if len(self._dead) > MAX_REMEMBERED_DEATHS:
             del self._dead[next(iter(self._dead))]
+        commands: list[Command] = []
+        for holder in () if log is None else log.holders:
+            other = next((name for name, known in self._logs.items() if holder in known.holders), None)
+            commands += [] if other is None else self.ask(other, now)
+        return commands
 
     def stored(self, event: BlocksStored, now: float) -> list[Command]:
         log, commands = self._follow(event.stamp, now)

@@ -366,7 +366,7 @@ class Scheduler:
         commands: list[Command] = []
         for state in [state for state in self._requests if worker in state.workers]:
             commands += self._interrupt(state, now, worker)
-        self._reports.lost(worker, epoch)
+        commands += self._reports.lost(worker, epoch, now)
         if worker in self._view.epochs:
             self._view.leave(worker)
             self._learning.left(worker)

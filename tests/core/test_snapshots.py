@@ -19,11 +19,12 @@ from conductor.core.events import (
 )
 from conductor.core.prefix_index import PrefixIndex
 from conductor.core.scheduler import Scheduler
-from conductor.core.types import Holder, Role, Stamp, Tier
+from conductor.core.types import SHARED_STORE, Holder, Role, Stamp, Tier
 from tests.core.builders import Drive, blocks, cluster, placements, request, worker
 
 CHAIN = blocks(40, name=11)
 P0 = Holder("p0", Tier.DEVICE)
+SHARED = Holder(SHARED_STORE, Tier.SHARED)
 
 
 def driven(piece_blocks: int = 10) -> tuple[Drive, PrefixIndex]:
@@ -83,6 +84,21 @@ def test_a_cache_is_unknown_until_its_first_snapshot_is_in() -> None:
     assert scheduler.unknown_caches() == {"p1", "d0"}
     one(snapshot(CHAIN, seq=2, epoch=2), WorkerLost("p1", 1))
     assert scheduler.unknown_caches() == {"d0"}
+
+
+def test_what_a_lost_worker_had_yet_to_tell_is_asked_of_another_one() -> None:
+    """Of a tier that both report on, once; not of a worker's own cache."""
+    tiers = {Tier.DEVICE: 100, Tier.HOST: 100, Tier.SHARED: 100}
+    one = Drive(Scheduler(SchedulerConfig(policy="conductor")))
+    one(*(WorkerJoined(worker(f"p{number}", Role.PREFILL, node="n", capacity_blocks=tiers), 1) for number in range(4)))
+    for name, held in (("p0", (Tier.HOST, Tier.SHARED)), ("p1", (Tier.DEVICE,)), ("p2", (Tier.SHARED, Tier.HOST))):
+        one(IndexSnapshot(Stamp(name, 1, 1), {tier: CHAIN[:5] for tier in held}))
+    assert one(WorkerLost("p1", 1)) == []
+    assert one(WorkerLost("p0", 1)) == [RequestSnapshot("p2", 1)]
+    one(IndexSnapshot(Stamp("p2", 1, 2), {Tier.SHARED: CHAIN[:3]}))
+    assert [one.scheduler._index.num_claims(holder) for holder in (Holder("n", Tier.HOST), SHARED)] == [0, 3]
+    assert one(WorkerLost("p2", 1)) == []
+    assert one.scheduler._index.num_claims(SHARED) == 0
 
 
 def test_what_is_told_meanwhile_waits_behind_the_snapshot() -> None:

@@ -129,7 +129,7 @@ def test_a_worker_restores_what_another_kept_in_fewer_bytes(tmp_path: Path) -> N
         assert (tier.pin(names), tier.remove(names)) == (len(names), 0)
         tier.unpin(names)
         assert set(tier.snapshot()) == set(names)
-        assert not tier.has_news()
+        assert tier.look() == []
         assert tier.remove(names[1:]) == 1
     home.finish(sequence)
     hierarchy.close()

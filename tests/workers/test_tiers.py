@@ -16,7 +16,7 @@ from uuid import uuid4
 import pytest
 
 from conductor.core.events import BlocksRemoved, BlocksStored, IndexSnapshot, LoadReported, PrefillFinished, TransferFinished
-from conductor.core.types import SHARED_STORE, Tier
+from conductor.core.types import SHARED_STORE, BlockHash, Tier
 from tests.workers.actor_doubles import Cluster, make_job, place, until
 from tests.workers.doubles import expected_output
 from tests.workers.kv_store.doubles import damage
@@ -303,8 +303,22 @@ async def test_another_namespace_finds_nothing(cluster: Cluster, store: StoreSet
     assert await run(cluster, "p0", tier) == REUSED
 
 
-async def test_two_clusters_share_one_directory(store: StoreSettings) -> None:
-    """Each learns of what the other has stored, and finds it; nothing else of them touches."""
+def claimed(cluster: Cluster, worker_id: str) -> set[BlockHash]:
+    """What a worker has told of the shared store."""
+    claims: set[BlockHash] = set()
+    for event in cluster.conductor.events:
+        if isinstance(event, IndexSnapshot) and event.stamp.source == worker_id:
+            claims = set(event.blocks[Tier.SHARED])
+        elif isinstance(event, BlocksStored | BlocksRemoved) and (event.stamp.source, event.tier) == (worker_id, Tier.SHARED):
+            (claims.update if isinstance(event, BlocksStored) else claims.difference_update)(event.blocks)
+    return claims
+
+
+@pytest.mark.parametrize("most", [BLOCKS, 1])
+async def test_two_clusters_share_one_directory(store: StoreSettings, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each learns of what the other has stored, and finds it; nothing else of them touches. A little is told as it is, much in
+    a snapshot."""
+    monkeypatch.setattr("workers.reporter.MAX_LOOKED_BLOCKS", most)
     shared = replace(only(store, Tier.SHARED), look_interval_s=0.02)
     first, second = Cluster(), Cluster()
     try:
@@ -312,8 +326,12 @@ async def test_two_clusters_share_one_directory(store: StoreSettings) -> None:
         await join(second, "d0")
         await filled(first, shared)
         wanted = set(make_job("r", PROMPT).request.block_hashes)
-        await until(lambda: any(wanted <= set(e.blocks.get(Tier.SHARED, ())) for e in second.conductor.of(IndexSnapshot)))
+        await until(lambda: claimed(second, "p0") == wanted)
         assert await run(second, "p0", Tier.SHARED) == REUSED
+        await first.workers["p0"].cache_command("drop", None)
+        await until(lambda: claimed(second, "p0") == set())
+        snapshots = [event for event in second.conductor.of(IndexSnapshot) if event.stamp.source == "p0"]
+        assert (len(snapshots) == 1) == (most == BLOCKS)
     finally:
         await first.close()
         await second.close()

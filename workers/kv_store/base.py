@@ -151,9 +151,9 @@ class KVTier(ABC):
     def close(self) -> None:
         """Let go of files and memory. Again changes nothing."""
 
-    def has_news(self) -> bool:
-        """Whether others have changed what is held since the last snapshot."""
-        return False
+    def look(self) -> list[TierChange]:
+        """What is to be told of this tier: undrained changes, and then what others have changed since the last time. Blocks."""
+        return self.drain_changes()
 
     def drain_changes(self) -> list[TierChange]:
         """What this process has stored, removed, or found missing since the last call, in order."""

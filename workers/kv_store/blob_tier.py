@@ -18,7 +18,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 from conductor.core.types import BlockHash
-from workers.kv_store.base import BlockFormat, KVStoreError, KVTier, NewBlock, TierStats
+from workers.block_pool import Removed, Stored
+from workers.kv_store.base import BlockFormat, KVStoreError, KVTier, NewBlock, TierChange, TierStats
 from workers.kv_store.blobs import Blobs
 from workers.kv_store.records import HEADER_BYTES, Damage, decode_header, encode_header, open_record, record_bytes
 from workers.kv_store.retention import HeldBlock, RetentionPolicy, plan_eviction, with_descendants
@@ -62,7 +63,7 @@ class BlobTier(KVTier):
         self._failure: str | None = None
         self._retry_at_s = 0.0
         self._room = 0  # blocks that may be written before the next look at how full the store is
-        self._listed: frozenset[BlockHash] = frozenset()
+        self._told: set[BlockHash] = set()  # what is held here as far as anybody was told
         self._used = 0  # as of that look, corrected by what was done here since
         if self.capacity_blocks < 1:
             found = f"the {self.tier.name.lower()} capacity is {limits.capacity_bytes} bytes"
@@ -256,20 +257,30 @@ class BlobTier(KVTier):
 
     def snapshot(self) -> tuple[BlockHash, ...]:
         self.changes.drain()
-        try:
-            names = tuple(self._names())
-        except OSError as error:
-            logger.error("the %s tier cannot be listed: %s", self.tier.name.lower(), error)
-            names = ()
-        self._listed = frozenset(names)
+        names = tuple(self._list())
+        self._told = set(names)
         return names
 
-    def has_news(self) -> bool:
-        """Whether anything else is held than at the last snapshot: others write here and evict from here, too."""
+    def drain_changes(self) -> list[TierChange]:
+        changes = super().drain_changes()
+        for change in changes:
+            (self._told.update if isinstance(change, Stored) else self._told.difference_update)(change.blocks)
+        return changes
+
+    def look(self) -> list[TierChange]:
+        """Others write here and evict from here, too."""
+        changes, names = self.drain_changes(), set(self._list())
+        gone, new = tuple(self._told - names), tuple(names - self._told)
+        self._told = names
+        return changes + ([Removed(gone)] if gone else []) + ([Stored(None, new)] if new else [])
+
+    def _list(self) -> list[BlockHash]:
+        """What can be seen to be held."""
         try:
-            return frozenset(self._names()) != self._listed
-        except OSError:
-            return bool(self._listed)
+            return self._names()
+        except OSError as error:
+            logger.error("the %s tier cannot be listed: %s", self.tier.name.lower(), error)
+            return []
 
     def stats(self) -> TierStats:
         """`blocks` is as of the last look at the store, corrected by what was done here since."""

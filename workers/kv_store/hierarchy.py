@@ -58,13 +58,13 @@ class Hierarchy:
         """What was stored and removed since the last call, in order."""
         return [(tier, change) for tier, kept in self.tiers.items() for change in kept.drain_changes()]
 
+    def look(self) -> list[tuple[Tier, TierChange]]:
+        """The same, and then what others have stored and removed since they were last looked at. Blocks."""
+        return [(tier, change) for tier, kept in self.tiers.items() for change in kept.look()]
+
     def snapshot(self) -> dict[Tier, tuple[BlockHash, ...]]:
         """Everything that is held. Blocks."""
         return {tier: kept.snapshot() for tier, kept in self.tiers.items()}
-
-    def has_news(self) -> bool:
-        """Whether others have changed what is held, so that a snapshot is due. Blocks."""
-        return any(tier.has_news() for tier in self.tiers.values())
 
     def reports(self) -> tuple[TierReport, ...]:
         """How each tier is doing, those that could not be opened included. Blocks."""

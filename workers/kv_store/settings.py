@@ -21,7 +21,7 @@ class StoreSettings:
     `codec` is the number format of blocks on disk and in the shared tier (None: as they are cached).
     `replay_windows` 0: the shared tier keeps the state of all layers. Above 0: not that of sliding-window layers, which is
     rebuilt by replaying so many windows; as many as there are such layers make it exact.
-    Every `look_interval_s` a worker looks whether others have changed what a tier holds, and sends a snapshot if so.
+    Every `look_interval_s` a worker looks whether others have changed what a tier holds, and tells what.
     `throttle_bytes_per_s` slows every read and write of disk and shared tier down, for tests and demonstrations.
     """
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from conductor.core.types import BlockHash
-from workers.kv_store.base import BlockFormat, KVTier, NewBlock, TierStats
+from workers.kv_store.base import BlockFormat, KVTier, NewBlock, TierChange, TierStats
 from workers.kv_store.retention import HeldBlock
 from workers.kv_transfer.base import KVArray
 
@@ -60,8 +60,11 @@ class WrappingTier(KVTier):
     def snapshot(self) -> tuple[BlockHash, ...]:
         return self._inner.snapshot()
 
-    def has_news(self) -> bool:
-        return self._inner.has_news()
+    def look(self) -> list[TierChange]:
+        return self._inner.look()
+
+    def drain_changes(self) -> list[TierChange]:
+        return self._inner.drain_changes()
 
     def held(self) -> list[HeldBlock]:
         return self._inner.held()

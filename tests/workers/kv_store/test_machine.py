@@ -16,7 +16,7 @@ from tests.workers.kv_store.conftest import MAKERS
 from tests.workers.kv_store.doubles import chain, new_blocks
 from tests.workers.kv_store.test_tiers import read
 from workers.block_pool import Stored
-from workers.kv_store.base import KVTier
+from workers.kv_store.base import KVTier, TierChange
 
 CAPACITY = 14
 BRANCHES, DEPTHS = st.integers(0, 4), st.integers(1, 6)
@@ -35,6 +35,7 @@ class TierMachine(RuleBasedStateMachine):
         self.ever: set[BlockHash] = set()
         self.claims: set[BlockHash] = set()
         self.pinned: set[BlockHash] = set()
+        self.told = [set(tier.snapshot()) for tier in self.tiers]  # by each worker
 
     def make(self) -> KVTier:
         return MAKERS[self.kind](self.path, CAPACITY)
@@ -76,15 +77,24 @@ class TierMachine(RuleBasedStateMachine):
     def restart(self, worker: int) -> None:
         """One worker leaves and comes back; what the other one has open stays."""
         self.tiers.pop(worker).close()
+        del self.told[worker]
         self.tiers.append(self.make())
+        self.told.append(set(self.tiers[-1].snapshot()))
+
+    @rule(worker=WORKERS)
+    def look(self, worker: int) -> None:
+        """Then a worker has told of everything that is held and of nothing else, whoever has stored or removed it."""
+        told, tier = self.told[worker % len(self.tiers)], self.tier(worker)
+        hear(told, tier.look())
+        assert {block.name for block in tier.held()} == told
+        assert tier.look() == []
 
     def listen(self) -> None:
         """What the Conductor would believe."""
-        for tier in self.tiers:
-            for change in tier.drain_changes():
-                self.claims = (
-                    self.claims | set(change.blocks) if isinstance(change, Stored) else self.claims - set(change.blocks)
-                )
+        for tier, told in zip(self.tiers, self.told, strict=True):
+            changes = tier.drain_changes()
+            hear(self.claims, changes)
+            hear(told, changes)
 
     @invariant()
     def holds(self) -> None:
@@ -101,6 +111,11 @@ class TierMachine(RuleBasedStateMachine):
             tier.close()
         if hasattr(self, "path"):
             shutil.rmtree(self.path)
+
+
+def hear(claims: set[BlockHash], changes: list[TierChange]) -> None:
+    for change in changes:
+        (claims.update if isinstance(change, Stored) else claims.difference_update)(change.blocks)
 
 
 @pytest.mark.parametrize("kind", sorted(MAKERS))
