@@ -93,8 +93,7 @@ class FlightLogWriter:
     """Appends records to the run that starts at `path`. A record is on disk after `flush`, `close` or a full buffer."""
 
     def __init__(self, path: Path, scheduler_config: Any, *, segment_bytes: int, max_segments: int) -> None:
-        if not path.name.endswith(SUFFIX):
-            raise ValueError(f"flight log path {path} is not allowed; expected a name that ends in {SUFFIX}")
+        require_name(path)
         self.path = path
         self._scheduler = encode(scheduler_config, type(scheduler_config))
         self._segment_bytes = segment_bytes
@@ -132,9 +131,17 @@ class FlightLogWriter:
         return file.write(json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n")
 
 
+def require_name(path: Path) -> None:
+    """Raises ValueError for a file that would not be known for a flight log."""
+    if not path.name.endswith(SUFFIX):
+        raise ValueError(f"flight log path {path} is not allowed; expected a name that ends in {SUFFIX}")
+
+
 @contextmanager
 def recording(path: Path, scheduler_config: Any) -> Iterator[Callable[[float, Event, Sequence[Command]], None]]:
-    """A flight log in one segment for the time of a block; yields what records one call of `handle`."""
+    """A flight log in one segment for the time of a block, in place of one that is there; yields what records one call of
+    `handle`. Raises ValueError for a path of another kind, before what is there is touched."""
+    require_name(path)
     path.unlink(missing_ok=True)
     writer = FlightLogWriter(path, scheduler_config, segment_bytes=sys.maxsize, max_segments=1)
     try:
@@ -224,14 +231,18 @@ def _records(path: Path, config_type: type[Any]) -> Iterator[Record]:
 
 def _open(path: Path) -> TextIO:
     try:
-        return path.open(encoding="ascii")
+        return path.open(encoding="ascii", errors="surrogateescape")
     except OSError as error:
         raise FlightLogError(f"cannot read {path}: {error.strerror}") from None
 
 
 def _parse_json(path: Path, number: int, line: str) -> dict[str, Any]:
+    if not line.isascii():
+        raise FlightLogError(f"{path}, line {number}: bytes beyond ASCII are not allowed; expected JSON in ASCII")
     try:
         data = json.loads(line)
+    except RecursionError:
+        raise FlightLogError(f"{path}, line {number}: not JSON (nested too deeply)") from None
     except json.JSONDecodeError as error:
         raise FlightLogError(f"{path}, line {number}: not JSON ({error.msg} at column {error.colno})") from None
     if not isinstance(data, dict):

@@ -20,7 +20,16 @@ from conductor.core.commands import Command, RequestSnapshot
 from conductor.core.cost_profile import CostProfile
 from conductor.core.events import Event, RequestArrived, RequestCancelled, Tick, WorkerJoined
 from conductor.core.types import Decision, Request, Role, Tier, WorkerSpec
-from conductor.flight_log import FlightLogError, FlightLogWriter, RunDirectory, prune_runs, read, segment_path, verify
+from conductor.flight_log import (
+    FlightLogError,
+    FlightLogWriter,
+    RunDirectory,
+    prune_runs,
+    read,
+    recording,
+    segment_path,
+    verify,
+)
 
 HASHES = st.integers(min_value=0, max_value=2**128 - 1)
 
@@ -159,6 +168,18 @@ def test_an_existing_log_is_never_overwritten(tmp_path: Path) -> None:
         record_run(path, [Tick()])
 
 
+def test_a_file_that_is_no_flight_log_is_not_replaced_by_one(tmp_path: Path) -> None:
+    """`recording` takes the place of an older log; a name of another kind is refused with the file still there."""
+    notes = tmp_path / "notes.txt"
+    notes.write_text("keep me")
+    with (
+        pytest.raises(ValueError, match=r"notes.txt is not allowed; expected a name that ends in .flight.jsonl"),
+        recording(notes, EchoConfig()),
+    ):
+        pass
+    assert notes.read_text() == "keep me"
+
+
 def test_a_log_carries_specs_and_profiles(tmp_path: Path) -> None:
     """A joined worker's cost profile is in the log, infinite bandwidth included."""
     profile = CostProfile(0.1, 1e-3, 1e-9, 0.1, 0.01, 1e-6, kv_bytes_per_token=46080, block_tokens=64)
@@ -177,6 +198,8 @@ def test_a_log_carries_specs_and_profiles(tmp_path: Path) -> None:
     [
         ("{", r"line 3: not JSON"),
         ("[]", r"line 3: list is not allowed; expected an object"),
+        ("\u00fc", r"line 3: bytes beyond ASCII are not allowed; expected JSON in ASCII"),
+        ("[" * 100_000, r"line 3: not JSON \(nested too deeply\)"),
         ('{"now":1,"event":{"kind":"Tick"}}', r"line 3: field commands: missing"),
         (
             '{"now":1,"event":{"kind":"Tock"},"commands":[]}',
@@ -197,7 +220,7 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: str, message: str) -> Non
     """File, line and field of the first fault."""
     path = tmp_path / "a.flight.jsonl"
     record_run(path, [Tick()])
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8") as file:
         file.write(line + "\n")
     with pytest.raises(FlightLogError, match=message):
         verify(path, EchoConfig, EchoScheduler)
