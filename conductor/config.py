@@ -15,15 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from conductor.core.config import SchedulerConfig
 from conductor.core.types import SLO
 from conductor.gateway.settings import GatewaySettings
 from conductor.policies_loader import PolicyError, load_policy
+from conductor.yaml_file import YamlError, parse_yaml
 
 ENVIRONMENT_PREFIX = "CONDUCTOR__"
+ALMOST_PREFIX = "CONDUCTOR_"  # with a section's "__" behind it, the mistake that would be ignored in silence
 RAY_ADDRESS = "RAY_ADDRESS"
 DEFAULT_TTFT_SLO_S = 30.0  # the objective of the Mooncake paper's experiments (FAST'25, section 5.1)
 
@@ -243,6 +244,9 @@ def load(
         if name.startswith(ENVIRONMENT_PREFIX):
             key = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
             layers.append((key, _parse_scalar(name, text), f"environment {name}"))
+        elif name.startswith(ALMOST_PREFIX) and "__" in name:
+            meant = ENVIRONMENT_PREFIX + name.removeprefix(ALMOST_PREFIX)
+            raise ConfigError(f"environment {name} is no setting; did you mean {meant}?")
     layers += [(key, value, "flag") for key, value in (flags or {}).items() if value is not None]
     return _merge(layers)
 
@@ -287,11 +291,13 @@ def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content = parse_yaml(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration file {file}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"the configuration file {file} is not UTF-8 text") from None
+    except YamlError as error:
+        raise ConfigError(f"the configuration file {file} {error}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -303,8 +309,8 @@ def _read_yaml(file: Path) -> dict[str, Any]:
 
 def _parse_scalar(name: str, text: str) -> Any:
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
+        return parse_yaml(text)
+    except YamlError:
         raise ConfigError(f"environment {name} = {text!r} is not a valid YAML value") from None
 
 

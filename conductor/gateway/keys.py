@@ -24,8 +24,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from conductor.yaml_file import YamlError, parse_yaml
 
 DEFAULT_TENANT = "default"
 KEY_PREFIX = "ck-"
@@ -124,10 +125,9 @@ def load_keys(file: Path) -> Keyring:
 def parse_keys(text: str, where: str) -> Keyring:
     """The keys of a file's text; `where` names it in messages. Raises `KeysError`."""
     try:
-        parsed = _KeysFile.model_validate(yaml.safe_load(text))
-    except yaml.YAMLError as problem:
-        mark = getattr(problem, "problem_mark", None)
-        raise KeysError(f"{where} is not valid YAML" + (f", line {mark.line + 1}" if mark else "")) from None
+        parsed = _KeysFile.model_validate(parse_yaml(text))
+    except YamlError as problem:
+        raise KeysError(f"{where} {problem}") from None
     except ValidationError as problem:
         raise KeysError(f"{where}: {_explain(problem)}") from None
     hashes: dict[str, str] = {}

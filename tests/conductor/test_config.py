@@ -76,6 +76,7 @@ def test_environment_values_are_yaml_scalars() -> None:
         ({"CONDUCTOR__SCHEDULER__QUEUE": "5"}, r"scheduler.queue = 5 .* expected a mapping with the keys dispatch_ahead_s, "),
         ({"CONDUCTOR__SCHEDULER__REJECTION_BIAS__1": "high"}, r"scheduler.rejection_bias.1 = 'high' .* valid number"),
         ({"CONDUCTOR__WORKERS__PREFILL": "[1"}, r"CONDUCTOR__WORKERS__PREFILL = '\[1' is not a valid YAML value"),
+        ({"CONDUCTOR_WORKERS__PREFILL": "1"}, r"CONDUCTOR_WORKERS__PREFILL is no setting; did you mean CONDUCTOR__WORKERS__"),
     ],
 )
 def test_a_mistake_names_the_key_the_value_its_origin_and_what_is_allowed(environment: dict[str, str], message: str) -> None:
@@ -90,7 +91,10 @@ def test_a_mistake_names_the_key_the_value_its_origin_and_what_is_allowed(enviro
         ("- a\n", "holds list; expected a mapping"),
         ("gateway: 8000\n", r"gateway = 8000 .* is not allowed; expected a mapping"),
         ("gatway: {port: 1}\n", "unknown configuration key gatway.port .* did you mean gateway.port"),
-        ("a: [\n", "is not valid YAML"),
+        ("a: [\n", "is not valid YAML: expected the node content, .* at line 2, column 1$"),
+        ("workers: {prefill: 2}\nworkers: {decode: 1}\n", "has the key 'workers' twice in the mapping at line 1"),
+        ("workers:\n  decode: 1\n  prefill: 2\n  decode: 3\n", "has the key 'decode' twice in the mapping at line 2"),
+        ("{a: " * 3000, "is nested too deeply"),
     ],
 )
 def test_a_malformed_file_is_named(tmp_path: Path, text: str, message: str) -> None:
