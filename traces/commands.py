@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from conductor.core.types import SLO
-from traces.console import bad_input, remark_on_reading
+from traces.console import bad_input, fail, remark_on_reading
 from traces.formats import FORMATS, Trace, open_trace
 from traces.generate import WORKLOADS, generate
 from traces.replay import LiveOptions
 from traces.replay_command import ReportTargets, run_replay
+from traces.report import STANDARD_OUTPUT
 from traces.reuse import EVICTION_RANKS
 from traces.schema import MOONCAKE_BLOCK_TOKENS
 from traces.stats import DEFAULT_CAPACITIES_BLOCKS, StatsOptions
@@ -30,8 +32,23 @@ FormatName = Annotated[
 Strict = Annotated[bool, typer.Option("--strict", help="Stop at the first faulty row instead of counting and skipping it.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Take the first N requests only.")]
 BlockTokens = Annotated[int | None, typer.Option(min=1, help="Tokens that one id of hash_ids stands for, if not the format's.")]
-JsonTarget = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write figures as JSON; - for standard output.")]
-HtmlTarget = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a self-contained HTML report.")]
+
+
+def writable(option: typer.CallbackParam, target: str | Path | None) -> str | Path | None:
+    """`target`, once it is known to be a file that can be written: a run may take minutes before it is."""
+    path = Path(target or STANDARD_OUTPUT)
+    if str(path) == STANDARD_OUTPUT or (os.access(path.parent, os.W_OK) and not path.is_dir()):
+        return target
+    raise fail(f"{option.opts[0]} is '{path}'; allowed: a file in a folder that exists and can be written to")
+
+
+JsonTarget = Annotated[
+    str | None,
+    typer.Option("--json", metavar="FILE", help="Write figures as JSON; - for standard output.", callback=writable),
+]
+HtmlTarget = Annotated[
+    Path | None, typer.Option("--html", metavar="FILE", help="Write a self-contained HTML report.", callback=writable)
+]
 
 
 def register(app: typer.Typer) -> None:

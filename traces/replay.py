@@ -64,6 +64,9 @@ class LiveOptions:
         for name in ("speed", "scale", "timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed: a number above 0")
+        for name, objective_s in (("ttft_s", self.slo.ttft_s), ("tbt_s", self.slo.tbt_s)):
+            if objective_s is not None and not objective_s > 0:
+                raise ValueError(f"slo.{name} is {objective_s}; allowed: a number above 0, or None")
         if self.warmup < 0 or (self.max_concurrency is not None and self.max_concurrency < 1):
             raise ValueError("warmup and max_concurrency must be at least 0 and 1")
 

@@ -215,8 +215,11 @@ def experiment(
 
 def listed(text: str, name: str, kind: Callable[[str], T]) -> list[T]:
     """The values of a comma-separated option. Raises ValueError naming the option."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
+        raise ValueError(f"{name} is {text!r}; allowed: at least one value, with commas between several")
     try:
-        return [kind(part.strip()) for part in text.split(",") if part.strip()]
+        return [kind(part) for part in parts]
     except ValueError as error:
         raise ValueError(f"{name} is {text!r}; allowed: comma-separated values ({error})") from error
 

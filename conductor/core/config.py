@@ -6,8 +6,10 @@ them are plain numbers and names, so a flight log can carry the configuration th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
 
 from conductor.core.types import SLO, Priority, WorkerSpec
 
@@ -109,6 +111,8 @@ class SchedulerConfig:
     migration: MigrationConfig = MigrationConfig()
 
     def __post_init__(self) -> None:
+        for name, number in _numbers(self):
+            _require(0 <= number < math.inf, name, number, "a finite number of at least 0")
         _require(self.block_tokens >= 1, "block_tokens", self.block_tokens, "an integer of at least 1")
         _require(self.admission in ADMISSIONS, "admission", self.admission, f"one of {', '.join(ADMISSIONS)}")
         _require(
@@ -137,6 +141,18 @@ def require_fit(worker: WorkerSpec, config: SchedulerConfig) -> None:
         size,
         f"{config.block_tokens}, as block_tokens is configured",
     )
+
+
+def _numbers(section: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Every number of a section and of those inside it, by its dotted name."""
+    for each in fields(section):
+        name, value = f"{prefix}{each.name}", getattr(section, each.name)
+        if is_dataclass(value):
+            yield from _numbers(value, f"{name}.")
+        elif isinstance(value, Mapping):
+            yield from ((f"{name}.{key}", number) for key, number in value.items())
+        elif isinstance(value, int | float):
+            yield name, value
 
 
 def _require(allowed: bool, name: str, value: object, expected: str) -> None:

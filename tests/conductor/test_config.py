@@ -73,6 +73,18 @@ def test_environment_values_are_yaml_scalars() -> None:
             {"CONDUCTOR__SCHEDULER__ADMISSION": "never"},
             r"scheduler: admission is .never.; it must be one of none, on",
         ),
+        (
+            {"CONDUCTOR__SCHEDULER__SLO__TTFT_S": "-1"},
+            r"scheduler: slo.ttft_s is -1.0; it must be a finite number of at least 0",
+        ),
+        (
+            {"CONDUCTOR__SCHEDULER__QUEUE__MAX_WAIT_S": ".inf"},
+            r"scheduler: queue.max_wait_s is inf; it must be a finite number",
+        ),
+        (
+            {"CONDUCTOR__SCHEDULER__REJECTION_BIAS__1": ".nan"},
+            r"scheduler: rejection_bias.1 is nan; it must be a finite number",
+        ),
         ({"CONDUCTOR__SCHEDULER__QUEUE": "5"}, r"scheduler.queue = 5 .* expected a mapping with the keys dispatch_ahead_s, "),
         ({"CONDUCTOR__SCHEDULER__REJECTION_BIAS__1": "high"}, r"scheduler.rejection_bias.1 = 'high' .* valid number"),
         ({"CONDUCTOR__WORKERS__PREFILL": "[1"}, r"CONDUCTOR__WORKERS__PREFILL = '\[1' is not a valid YAML value"),

@@ -114,6 +114,7 @@ def test_skipped_rows_are_told_and_land_in_the_report(tmp_path: Path) -> None:
 BAD_USE: list[tuple[tuple[object, ...], int, str]] = [
     (("--url", "http://127.0.0.1:1"), 3, "does not answer"),
     (("--speed", 0), 2, "speed is 0.0; allowed: a number above 0"),
+    (("--slo-tbt", "nan"), 2, "slo.tbt_s is nan; allowed: a number above 0"),
     (("--token-range", "5"), 2, "--token-range is '5'; allowed: LOW:HIGH"),
     (("--token-range", "9:5"), 2, "token range is 9:5; allowed"),
     (("--format", "csv"), 2, "format is 'csv'; allowed: mooncake"),

@@ -65,6 +65,9 @@ def test_node_loss_costs_no_request(trace: Path) -> None:
         (("--lose", "node@1"), "outage of 'node'; allowed: one of prefill-000"),
         (("--prefill", "0"), "no worker to prefill"),
         (("--load-reports", "0"), "load_reports_s is 0.0; allowed: a number above 0"),
+        (("--slo-ttft", "nan"), "slo.ttft_s is nan; it must be a finite number of at least 0"),
+        (("--json", "/no/such/folder/figures.json"), "--json is '/no/such/folder/figures.json'; allowed: a file in a folder"),
+        (("--html", "/"), "--html is '/'; allowed: a file in a folder that exists and can be written to"),
     ],
 )
 def test_bad_flags_are_one_line_and_exit_code_2(trace: Path, words: tuple[str, ...], message: str) -> None:
@@ -111,6 +114,20 @@ def test_comparison_keeps_to_its_schema_and_takes_up_what_is_there(trace: Path, 
     second = CliRunner().invoke(APP, words)
     assert second.stdout_bytes == first.stdout_bytes
     assert {path: path.stat().st_mtime_ns for path in kept.iterdir()} == times
+
+
+@pytest.mark.parametrize("option", ["--policies", "--speeds", "--seeds"])
+def test_comparison_of_nothing_is_one_line_and_exit_code_2(trace: Path, option: str) -> None:
+    result = CliRunner().invoke(APP, ["compare", str(trace), option, ","])
+    assert (result.exit_code, f"{option[2:]} is ','; allowed: at least one value" in result.stderr) == (2, True)
+
+
+def test_cluster_profile_that_is_no_yaml_is_one_line(trace: Path) -> None:
+    """A trace where the profile belongs."""
+    result = CliRunner().invoke(APP, ["simulate", str(trace), "--cluster", str(trace)])
+    assert result.exit_code == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert f"cluster profile {trace} is not YAML: " in result.stderr
 
 
 @pytest.mark.parametrize("command", [["simulate", "--policy"], ["compare", "--policies"]])

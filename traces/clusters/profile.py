@@ -200,8 +200,8 @@ def load_profile(name_or_path: str) -> ClusterProfile:
         text = _read(name_or_path)
     try:
         values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ClusterError(f"cluster profile {name_or_path} is not YAML: {error}") from error
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ClusterError(f"cluster profile {name_or_path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise ClusterError(f"cluster profile {name_or_path} is {values!r}; allowed: a mapping of fields")
     try:
