@@ -333,6 +333,7 @@ class Cluster:
             if not section.restart_workers:
                 logger.warning("worker %s is lost and is not started again (cluster.restart_workers is off)", plan.id)
                 return
+            self._progress(f"{plan.id} is lost; what it had goes on elsewhere, and it is started again")
             await asyncio.sleep(delay_s)
             self._handles[plan.id] = self._create_worker(plan)
             try:

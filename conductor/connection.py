@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 CONDUCTOR_NAME = "conductor"
 MIB = 2**20
 FREE_OBJECTS_MS = 10  # Ray's own second lets KV that was handed over pile up, and what comes next goes to pages never touched
+CONNECT_TIMEOUT_S = 3.0
 
 
 class ClusterError(RuntimeError):
@@ -30,12 +32,26 @@ def actor_environment(threads: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads)}
 
 
+def check_address(address: str) -> str:
+    """Whether somebody listens where Ray is said to be, for Ray itself would try for minutes; `auto` is found by Ray. Raises
+    `ClusterError`."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():
+        return f"is looked for at {address}"
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ClusterError(f"cluster.address {address} does not answer: {error}; allowed: where a Ray cluster runs") from None
+    return f"answers at {address}"
+
+
 def connect(section: ClusterSection, num_cpus: int, environment: Mapping[str, str]) -> None:
     """Start a local Ray, whose processes inherit `environment`, or join the one at `section.address`. Raises `ClusterError`."""
     os.environ.update(environment)
     if section.address is None:
         os.environ["RAY_AUTH_MODE"] = section.auth_mode
     else:
+        check_address(section.address)
         os.environ.setdefault("RAY_AUTH_MODE", section.auth_mode)  # a job has its cluster's mode from its environment
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # actors without a GPU see the devices that there are

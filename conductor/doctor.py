@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,16 +12,15 @@ from pathlib import Path
 
 from conductor.cluster import plan_workers, usable_transports
 from conductor.config import Config
-from conductor.connection import ClusterError
+from conductor.connection import ClusterError, check_address
 from conductor.gateway.server import BindError, bind
-from conductor.serve import ServeError, check_memory, prepare_model
+from conductor.serve import ServeError, check_flight_log, check_gateway, check_memory, prepare_model
 from models.errors import ModelError
 
 SHARED_MEMORY = Path("/dev/shm")
 PACKAGES = ("ray", "torch", "numpy", "fastapi", "tokenizers", "scikit-learn")
 COARSEST_CLOCK_S = 1e-3
 EARLIEST_TIME_S = 1_735_689_600.0  # 2025-01-01
-CONNECT_TIMEOUT_S = 3.0
 GIB = 2**30
 
 
@@ -41,6 +39,8 @@ def examine(config: Config) -> list[Finding]:
         _attempt("clock", _clock),
         _attempt("port", lambda: _port(config.gateway.host, config.gateway.port)),
         _attempt("admin port", lambda: _admin_port(config)),
+        _attempt("gateway files", lambda: _gateway_files(config)),
+        _attempt("flight log", lambda: check_flight_log(config)),
         _attempt("Ray", lambda: _ray(config)),
         _attempt("workers", lambda: _workers(config)),
         _attempt("transports", lambda: usable_transports(config)),
@@ -84,19 +84,15 @@ def _admin_port(config: Config) -> str:
     return "closed" if gateway.admin_port is None else _port(gateway.admin_host, gateway.admin_port)
 
 
+def _gateway_files(config: Config) -> str:
+    check_gateway(config.gateway)
+    files = [config.gateway.keys_file, config.gateway.tls_cert_file, config.gateway.tls_key_file]
+    return ", ".join(str(file) for file in files if file is not None) or "none are named"
+
+
 def _ray(config: Config) -> str:
-    """Whether somebody listens where Ray is said to be; `auto` is found by Ray itself."""
     address = config.cluster.address
-    if address is None:
-        return "is started on this machine"
-    host, _, port = address.rpartition(":")
-    if not port.isdigit():
-        return f"is looked for at {address}"
-    try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
-    except OSError as error:
-        raise ServeError(f"cluster.address {address} does not answer: {error}") from None
-    return f"answers at {address}"
+    return "is started on this machine" if address is None else check_address(address)
 
 
 def _workers(config: Config) -> str:

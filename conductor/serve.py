@@ -16,6 +16,7 @@ from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from conductor.cluster import Cluster, Progress, plan_workers
 from conductor.config import Config
@@ -23,6 +24,7 @@ from conductor.connection import ClusterError
 from conductor.core.hashing import KVNamespace, hash_blocks
 from conductor.core.types import BlockHash
 from conductor.engine_client import HashPrompt
+from conductor.flight_log import flight_log_runs
 from conductor.gateway import GatewaySettings, ServedModel, create_app
 from conductor.gateway.keys import KeysError, load_keys
 from conductor.gateway.logs import configure_logging
@@ -41,6 +43,7 @@ BASE_PROCESS_BYTES = 350 * 2**20  # interpreter, Ray and torch of one worker
 RAY_BYTES = 700 * 2**20  # Ray's own processes, the Conductor and the gateway
 MEMINFO = Path("/proc/meminfo")
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+SIGNAL_S = 0.01  # the event loop's own way from a signal to its handler takes a few rounds
 GIB = 2**30
 
 
@@ -148,11 +151,29 @@ def check_gateway(settings: GatewaySettings) -> None:
         raise ServeError(str(error)) from None
 
 
+def check_flight_log(config: Config) -> str:
+    """Where runs are recorded. Raises `ServeError` where the Conductor of this machine could not do so."""
+    runs = flight_log_runs(config.flight_log)
+    if runs is None:
+        return "not recorded"
+    if config.cluster.address is not None:
+        return f"in {runs.directory} of the Conductor's node"
+    try:
+        runs.directory.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=runs.directory):
+            pass
+    except OSError as error:
+        allowed = "allowed: a directory that can be written to"
+        raise ServeError(f"flight_log.directory is {str(runs.directory)!r}; {allowed} ({error.strerror})") from None
+    return f"in {runs.directory}"
+
+
 def serve(config: Config, progress: Progress) -> None:
     """Serve until a signal. Raises `BindError`, `ModelError`, `ServeError`, `ClusterError`; `asyncio.CancelledError` when a
     signal gave up the start."""
     configure_logging(config.gateway.log_format, config.gateway.log_level)
     check_gateway(config.gateway)
+    check_flight_log(config)
     with open_listeners(config.gateway) as listeners:
         progress(f"finding the model {config.model.name}")
         prepared = prepare_model(config)
@@ -170,8 +191,9 @@ def _uvloop() -> asyncio.AbstractEventLoop:
 class _Signals:
     """First signal: drain, or give up a start that is under way. Second signal: end at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Progress) -> None:
         self.server: Server | None = None
+        self._progress = progress
         self._task = asyncio.current_task()
         self.install()
 
@@ -185,17 +207,19 @@ class _Signals:
             if self._task is not None:
                 self._task.cancel()
         else:
+            self._progress(f"finishing {self.server.service.in_flight} requests in flight; another signal ends at once")
             self.server.handle_exit(number, None)
 
 
 async def _serve(config: Config, prepared: Prepared, listeners: Listeners, progress: Progress) -> None:
-    signals = _Signals()
+    signals = _Signals(progress)
     async with AsyncExitStack() as stack:
         plans = plan_workers(config)
         cluster = Cluster(config, progress)
         stack.push_async_callback(cluster.stop)
         cluster.connect()
         signals.install()
+        await asyncio.sleep(SIGNAL_S)  # gives up here, and not with workers to end, when a signal came while Ray started
         await cluster.start(plans)
         client = RayEngineClient(cluster.conductor, prepared.hash_prompt)
         stack.push_async_callback(client.close)
