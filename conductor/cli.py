@@ -155,9 +155,9 @@ def serve(
 
     try:
         serving.serve(loaded.config, progress)
-    except serving.BindError as error:
+    except (serving.BindError, serving.NoAnswer) as error:
         raise fail(str(error), ExitCode.UNREACHABLE) from None
-    except serving.ModelError as error:
+    except (serving.ConfigError, serving.ModelError) as error:
         raise fail(str(error), ExitCode.BAD_INPUT) from None
     except (serving.ServeError, serving.ClusterError) as error:
         raise fail(str(error), ExitCode.FAILED) from None

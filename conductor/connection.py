@@ -27,6 +27,10 @@ class ClusterError(RuntimeError):
     """The cluster cannot be started; the message is one line for people."""
 
 
+class NoAnswer(ClusterError):
+    """Nobody listens at the address of the cluster."""
+
+
 def actor_environment(threads: int) -> dict[str, str]:
     """What every actor process finds in its environment."""
     return {"OMP_NUM_THREADS": str(threads)}
@@ -34,14 +38,14 @@ def actor_environment(threads: int) -> dict[str, str]:
 
 def check_address(address: str) -> str:
     """Whether somebody listens where Ray is said to be, for Ray itself would try for minutes; `auto` is found by Ray. Raises
-    `ClusterError`."""
+    `NoAnswer`."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not port.isdigit():
         return f"is looked for at {address}"
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except (OSError, OverflowError) as error:
-        raise ClusterError(f"cluster.address {address} does not answer: {error}; allowed: where a Ray cluster runs") from None
+        raise NoAnswer(f"cluster.address {address} does not answer: {error}; allowed: where a Ray cluster runs") from None
     return f"answers at {address}"
 
 

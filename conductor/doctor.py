@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conductor.cluster import plan_workers, usable_transports
-from conductor.config import Config
+from conductor.config import Config, ConfigError
 from conductor.connection import ClusterError, check_address
 from conductor.gateway.server import BindError, bind
 from conductor.serve import ServeError, check_flight_log, check_gateway, check_memory, prepare_model
@@ -52,7 +52,7 @@ def examine(config: Config) -> list[Finding]:
 def _attempt(check: str, look: Callable[[], str]) -> Finding:
     try:
         return Finding(check, True, look())
-    except (BindError, ClusterError, ModelError, ServeError) as error:
+    except (BindError, ClusterError, ConfigError, ModelError, ServeError) as error:
         return Finding(check, False, str(error))
 
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from conductor.cluster import Cluster, Progress, plan_workers
-from conductor.config import Config
-from conductor.connection import ClusterError
+from conductor.config import Config, ConfigError
+from conductor.connection import ClusterError, NoAnswer
 from conductor.core.hashing import KVNamespace, hash_blocks
 from conductor.core.types import BlockHash
 from conductor.engine_client import HashPrompt
@@ -37,7 +37,7 @@ from models.folder import ModelCard, check_weights, find_model, model_card, name
 from models.stages import Share
 from models.tokenizer import load_tokenizer_folder
 
-__all__ = ["BindError", "ClusterError", "ModelError", "ServeError", "serve"]
+__all__ = ["BindError", "ClusterError", "ConfigError", "ModelError", "NoAnswer", "ServeError", "serve"]
 
 BASE_PROCESS_BYTES = 350 * 2**20  # interpreter, Ray and torch of one worker
 RAY_BYTES = 700 * 2**20  # Ray's own processes, the Conductor and the gateway
@@ -141,18 +141,18 @@ def open_listeners(settings: GatewaySettings) -> Iterator[Listeners]:
 
 
 def check_gateway(settings: GatewaySettings) -> None:
-    """Raises `ServeError` when a file that the gateway is told to use cannot be used."""
+    """Raises `ConfigError` when a file that the gateway is told to use cannot be used."""
     try:
         if settings.keys_file is not None:
             load_keys(settings.keys_file)
         certificates(settings)
         check_environment(os.environ)
     except (KeysError, TlsError, TracingError) as error:
-        raise ServeError(str(error)) from None
+        raise ConfigError(str(error)) from None
 
 
 def check_flight_log(config: Config) -> str:
-    """Where runs are recorded. Raises `ServeError` where the Conductor of this machine could not do so."""
+    """Where runs are recorded. Raises `ConfigError` where the Conductor of this machine could not do so."""
     runs = flight_log_runs(config.flight_log)
     if runs is None:
         return "not recorded"
@@ -164,13 +164,13 @@ def check_flight_log(config: Config) -> str:
             pass
     except OSError as error:
         allowed = "allowed: a directory that can be written to"
-        raise ServeError(f"flight_log.directory is {str(runs.directory)!r}; {allowed} ({error.strerror})") from None
+        raise ConfigError(f"flight_log.directory is {str(runs.directory)!r}; {allowed} ({error.strerror})") from None
     return f"in {runs.directory}"
 
 
 def serve(config: Config, progress: Progress) -> None:
-    """Serve until a signal. Raises `BindError`, `ModelError`, `ServeError`, `ClusterError`; `asyncio.CancelledError` when a
-    signal gave up the start."""
+    """Serve until a signal. Raises `BindError`, `ConfigError`, `ModelError`, `ServeError`, `ClusterError`;
+    `asyncio.CancelledError` when a signal gave up the start."""
     configure_logging(config.gateway.log_format, config.gateway.log_level)
     check_gateway(config.gateway)
     check_flight_log(config)
@@ -236,11 +236,11 @@ async def _serve(config: Config, prepared: Prepared, listeners: Listeners, progr
 
 
 async def _check_model(client: RayEngineClient, model: str) -> None:
-    """A gateway that attaches must ask for what is served there. Raises `ServeError`."""
+    """A gateway that attaches must ask for what is served there. Raises `ConfigError`."""
     status = await client.status()
     served = {str(worker["model"]) for worker in status.workers.values()}
     if served and model not in served:
-        raise ServeError(f"model.name is {model!r}; the workers of this cluster serve {', '.join(sorted(served))}")
+        raise ConfigError(f"model.name is {model!r}; the workers of this cluster serve {', '.join(sorted(served))}")
 
 
 def _ready_lines(listener: socket.socket, model: str, settings: GatewaySettings) -> str:

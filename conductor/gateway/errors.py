@@ -62,7 +62,7 @@ def error_type(status: int) -> str:
 
 def shown(value: object) -> str:
     """A value as an error message may quote it: short, on one line, never a dump of the client's prompt."""
-    text = json.dumps(value[: MAX_SHOWN_CHARS + 1]) if isinstance(value, str) else repr(value)
+    text = json.dumps(value[: MAX_SHOWN_CHARS + 1] if isinstance(value, str) else value, default=repr)
     return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "..."
 
 

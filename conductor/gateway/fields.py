@@ -4,6 +4,7 @@ not supported, which are accepted with a neutral value and refused with any othe
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, TypeAlias
 
 from pydantic import AfterValidator, PlainValidator, WithJsonSchema
@@ -16,13 +17,13 @@ Prompt: TypeAlias = str | tuple[int, ...]
 
 
 def refuse(code: str, allowed: str) -> PydanticCustomError:
-    """A validation error whose message is what is allowed. Braces would be taken for a template."""
-    return PydanticCustomError(code, allowed.replace("{", "(").replace("}", ")"))
+    """A validation error whose message is what is allowed."""
+    return PydanticCustomError(code, "{allowed}", {"allowed": allowed})  # a template, in which words with braces fill a place
 
 
 def only(*neutral: object) -> AfterValidator:
     """Marks a field that means nothing here: any of `neutral` is accepted, everything else is not supported."""
-    words = ", ".join("null" if value is None else str(value) for value in neutral)
+    words = ", ".join(map(json.dumps, neutral))
 
     def check(value: object) -> object:
         if any(type(value) is type(known) and value == known for known in neutral):
@@ -69,14 +70,14 @@ def parse_content(value: object) -> str:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise refuse("content_type", "a string or a list of parts {'type': 'text', 'text': ...}")
+        raise refuse("content_type", 'a string or a list of parts {"type": "text", "text": ...}')
     return "".join(map(_part_text, value))
 
 
 def _part_text(part: object) -> str:
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) and len(part) == 2:
         return str(part["text"])
-    raise refuse("content_part", "parts of the form {'type': 'text', 'text': '...'} and no other kind")
+    raise refuse("content_part", 'parts of the form {"type": "text", "text": "..."} and no other kind')
 
 
 INTEGERS: dict[str, Any] = {"type": "array", "items": {"type": "integer"}, "minItems": 1}

@@ -162,4 +162,4 @@ def _explain(problem: ValidationError) -> str:
     field = ".".join(str(part) for part in first["loc"] if part != "[key]") or "the file"
     if "keys" in first["loc"]:
         return f"{field} is not a key's hash; allowed: 'sha256:' and 64 hexadecimal digits, as `conductor key new` prints them"
-    return f"{field} is {first['input']!r}; allowed: {first['msg']}"
+    return f"{field} is {first['input']!r}; allowed: {first['msg'].removeprefix('Input should be ')}"

@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from conductor.gateway.edge import ACCOUNT
-from conductor.gateway.errors import ApiError, invalid, unavailable
+from conductor.gateway.errors import ApiError, invalid, shown, unavailable
 from conductor.gateway.served_model import ServedModel
 from conductor.gateway.service import Service
 
@@ -61,9 +61,8 @@ def api_router(service: Service) -> APIRouter:
         record = await service.decision(decision_id)
         tenant = request.scope[ACCOUNT].tenant.name
         if record is None or record.get("tenant") != tenant:
-            raise ApiError(
-                404, "no such decision; allowed: the id of a recent request", "decision_not_found", param="decision_id"
-            )
+            message = f"no decision has the id {shown(decision_id)}; allowed: the id of a recent request"
+            raise ApiError(404, message, "decision_not_found", param="decision_id")
         return JSONResponse(record)
 
     @router.post("/v1/embeddings")

@@ -9,6 +9,7 @@ and `stop_token_ids` are the vLLM extensions of the same names.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -180,7 +181,13 @@ def _explain(schema: type[BaseModel], problems: list[ErrorDetails]) -> ApiError:
         return ApiError(400, f"'{field}' is missing; it is required", "missing_field", param=field)
     if not field:
         return ApiError(400, _whole_body(problem), kind)
-    return invalid(field, value, problem["msg"], "unsupported_value" if kind == "unsupported" else "invalid_value")
+    return invalid(field, value, _allowed(problem["msg"]), "unsupported_value" if kind == "unsupported" else "invalid_value")
+
+
+def _allowed(message: str) -> str:
+    """What is allowed, of a message like "Input should be ..." or "List should have ... after validation, not 0"."""
+    words = re.sub(r"^\w+ should (be|have) ", "", message)
+    return words.partition(" after validation")[0]
 
 
 def _whole_body(problem: ErrorDetails) -> str:

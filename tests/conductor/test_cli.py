@@ -205,11 +205,20 @@ def test_serve_refuses_a_taken_port_before_anything_starts() -> None:
     assert one_line(done.stderr).startswith(f"error: cannot serve on 127.0.0.1:{port}: the port is taken")
 
 
+def test_serve_says_at_once_that_the_cluster_to_join_does_not_answer() -> None:
+    """Ray would try for minutes; exit code 3."""
+    done = conductor_process("serve", "--port", "0", "--address", "127.0.0.1:9")
+    assert done.returncode == 3
+    assert done.stderr.splitlines()[-1].startswith("error: cluster.address 127.0.0.1:9 does not answer: ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "environment", "message"),
     [
         (("--port", "99999"), {}, "error: gateway.port = 99999 (flag) is not allowed: "),
         ((), {"CONDUCTOR__SCHEDULER__POLICY": "7"}, "error: scheduler.policy = 7 (environment CONDUCTOR__SCHEDULER__POLICY)"),
+        (("--port", "0", "--flight-log", "/dev/null"), {}, "error: flight_log.directory is '/dev/null'; allowed: a directory"),
+        (("--port", "0"), {"CONDUCTOR__GATEWAY__KEYS_FILE": "/no/keys.yaml"}, "error: cannot read the keys file /no/keys.yaml"),
         (("--port", "0", "--model", "no-such-model"), {}, "error: model 'no-such-model' is unknown; allowed: "),
     ],
 )

@@ -27,7 +27,7 @@ WRONG_FIELDS = [
     ({"top_p": 0}, "top_p", "0"),
     ({"top_k": -2}, "top_k", "-2"),
     ({"max_tokens": 0}, "max_tokens", "0"),
-    ({"max_tokens": True}, "max_tokens", "True"),
+    ({"max_tokens": True}, "max_tokens", "true"),
     ({"n": 0}, "n", "0"),
     ({"n": 17}, "n", "17"),
     ({"seed": 2**63}, "seed", str(2**63)),
@@ -88,6 +88,28 @@ def test_a_wrong_chat_field_is_named(live: Live, fields: dict[str, Any], param: 
     body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], **fields}
     assert error_of(live.post("/v1/chat/completions", body), 400)["param"] == param
     assert live.engine.jobs == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": 0}, "'max_tokens' is 0; allowed: greater than or equal to 1"),
+        ({"messages": []}, "'messages' is []; allowed: at least 1 item"),
+        (
+            {"logit_bias": {"x": 1}},
+            "'logit_bias' is {\"x\": 1}; allowed: this field is not supported; leave it out or send null, {}",
+        ),
+        (
+            {"messages": [{"role": "user", "content": None}]},
+            '\'messages.0.content\' is null; allowed: a string or a list of parts {"type": "text", "text": ...}',
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
+)
+def test_a_complaint_speaks_json(live: Live, fields: dict[str, Any], message: str) -> None:
+    """Value and what is allowed are in the client's words, not in those of a Python program."""
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], **fields}
+    assert error_of(live.post("/v1/chat/completions", body), 400)["message"] == message
 
 
 def test_neutral_values_of_unsupported_fields_are_accepted(live: Live) -> None:

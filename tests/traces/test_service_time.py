@@ -73,7 +73,7 @@ def test_truth_shares_no_code_with_the_belief() -> None:
     [
         ("- 1", "is .1.; allowed: a mapping of fields"),
         ("max_batch: [", "is not YAML"),
-        ("max_batch: 0", "max_batch is 0; allowed: Input should be greater than 0"),
+        ("max_batch: 0", "max_batch is 0; allowed: greater than 0"),
         ("speed: 3", "speed is 3; allowed: Extra inputs are not permitted"),
     ],
 )

@@ -222,5 +222,7 @@ def _explain(name: str, error: ValidationError) -> str:
     lines = []
     for fault in error.errors():
         place = ".".join(str(part) for part in fault["loc"])
-        lines.append(f"cluster profile {name}: {place} is {fault['input']!r}; allowed: {fault['msg']}")
+        lines.append(
+            f"cluster profile {name}: {place} is {fault['input']!r}; allowed: {fault['msg'].removeprefix('Input should be ')}"
+        )
     return "\n".join(lines)
