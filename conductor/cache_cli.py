@@ -28,8 +28,12 @@ cache_app = typer.Typer(no_args_is_help=True, help="Look at cached KV; pin, drop
 
 Url = Annotated[str | None, typer.Option(help="Admin address of a running gateway; the key is in CONDUCTOR_OPERATOR_KEY.")]
 Directory = Annotated[Path | None, typer.Option(help="A store directory to read as it lies there.", metavar="DIR")]
-Hash = Annotated[str, typer.Argument(help="Hash of the prefix's last block, as `conductor cache ls` prints it.")]
-OptionalHash = Annotated[str | None, typer.Argument(help="Hash of a prefix's last block; everything if left out.")]
+Hash = Annotated[
+    str, typer.Argument(help="Hash of the prefix's last block, as `conductor cache ls` prints it.", metavar="HASH")
+]
+OptionalHash = Annotated[
+    str | None, typer.Argument(help="Hash of a prefix's last block; everything if left out.", metavar="[HASH]")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 

@@ -60,28 +60,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")
 
 def main() -> None:
     """Entry point. Mounts the trace commands unless a command that needs none of them is named."""
-    from conductor import bench_cli, cluster_commands
+    from conductor import bench_cli, cluster_commands, usage
 
     bench_cli.register(app)
     cluster_commands.register(app)
-    own = {
-        "serve",
-        "config",
-        "model",
-        "key",
-        "cache",
-        "convert",
-        "explain",
-        "verify",
-        "counterfactual",
-        "doctor",
-        "top",
-        "drain",
-        "profile",
-        "demo",
-        "bench",
-        "--version",
-    }
+    own = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
+    own |= {group.name for group in app.registered_groups} | {"--version"}
     if not own & set(sys.argv[1:2]):
         from conductor.flight_log import recording
         from conductor.policies_loader import load_policy
@@ -90,7 +74,7 @@ def main() -> None:
 
         commands.register(app)
         sim_commands.register(app, recording, cache_root() / "profiles", load_policy)
-    app()
+    sys.exit(usage.run(app))
 
 
 def fail(message: str, code: ExitCode) -> typer.Exit:

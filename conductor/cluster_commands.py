@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
 
 
 def drain(
-    worker: Annotated[str, typer.Argument(help="Worker to drain, for instance prefill-0.")],
+    worker: Annotated[str, typer.Argument(help="Worker to drain, for instance prefill-0.", metavar="WORKER")],
     config: ConfigFile = None,
     address: Annotated[str, typer.Option(help="Ray cluster that it belongs to.")] = "auto",
     timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds to wait until it has stopped.")] = 600.0,

@@ -25,7 +25,7 @@ def convert() -> None:
 
 @convert_app.command("mla")
 def convert_mla(
-    target: Annotated[Path, typer.Argument(help="Folder to write; `conductor serve --model` loads it.")],
+    target: Annotated[Path, typer.Argument(help="Folder to write; `conductor serve --model` loads it.", metavar="FOLDER")],
     text: Annotated[Path, typer.Option(help="Ordinary text: half of it calibrates, half is scored.")],
     model: Annotated[str, typer.Option(help="Model name, .gguf file or Hugging Face folder.")] = "smollm2-135m",
     rope_dim: Annotated[int, typer.Option(help="Key numbers that stay rotary.")] = 96,

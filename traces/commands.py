@@ -78,8 +78,8 @@ def stats(
 
 @trace_app.command("generate")
 def generate_trace(
-    workload: Annotated[str, typer.Argument(help=f"One of {', '.join(WORKLOADS)}.")],
-    output: Annotated[Path, typer.Argument(help="File to write, Mooncake JSONL; .gz or .zst compresses.")],
+    workload: Annotated[str, typer.Argument(help=f"One of {', '.join(WORKLOADS)}.", metavar="WORKLOAD")],
+    output: Annotated[Path, typer.Argument(help="File to write, Mooncake JSONL; .gz or .zst compresses.", metavar="FILE")],
     requests: Annotated[int | None, typer.Option(min=1, help="How many; as many as published unless given.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same trace.")] = 0,
 ) -> None:
@@ -91,7 +91,7 @@ def generate_trace(
 @trace_app.command()
 def convert(
     trace: TracePath,
-    output: Annotated[Path, typer.Argument(help="File to write, Mooncake JSONL; .gz or .zst compresses.")],
+    output: Annotated[Path, typer.Argument(help="File to write, Mooncake JSONL; .gz or .zst compresses.", metavar="FILE")],
     to_block_tokens: Annotated[int, typer.Option(min=1, help="Block of the result: a multiple of the source's.")] = 512,
     format_name: FormatName = None,
     strict: Strict = False,
@@ -107,8 +107,10 @@ def convert(
 
 @trace_app.command("fetch")
 def fetch_trace(
-    url: Annotated[str, typer.Argument(help="Public http or https address.")],
-    output: Annotated[Path | None, typer.Argument(help="File to write, else the address's last part.")] = None,
+    url: Annotated[str, typer.Argument(help="Public http or https address.", metavar="URL")],
+    output: Annotated[
+        Path | None, typer.Argument(help="File to write, else the address's last part.", metavar="[FILE]")
+    ] = None,
     sha256: Annotated[str | None, typer.Option(help="Checksum that the content must have.")] = None,
 ) -> None:
     """Download a trace; an interrupted download goes on where it stopped."""

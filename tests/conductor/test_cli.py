@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from conductor import usage
 from conductor.cli import app
 from conductor.config import all_keys
 from conductor.core.config import SchedulerConfig
@@ -84,11 +85,32 @@ def test_version_is_printed() -> None:
     assert conductor_process("--version").stdout == "0.1.0\n"
 
 
-def test_an_unknown_command_is_a_usage_error() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("surve",), "error: No such command 'surve'."),
+        (("serve", "--port", "x"), "error: --port is 'x'; allowed: a valid integer, unable to parse string as an integer"),
+        (("explain",), "error: Missing argument 'ID'. See `conductor explain --help`."),
+        (("top", "--onse"), "error: No such option: --onse"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else value[0],
+)
+def test_a_mistake_in_use_is_one_line(
+    arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Exit code 2, as for every mistake of the caller."""
-    done = conductor_process("surve")
-    assert done.returncode == 2
-    assert "surve" in done.stderr
+    monkeypatch.setattr(sys, "argv", ["conductor", *arguments])
+    assert usage.run(app) == 2
+    assert one_line(capsys.readouterr().err).startswith(message)
+
+
+def test_help_and_its_absence_are_no_mistake(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, code in ((("--help",), 0), (("config",), 2)):
+        monkeypatch.setattr(sys, "argv", ["conductor", *arguments])
+        assert usage.run(app) == code
+        shown = capsys.readouterr()
+        assert "Usage" in shown.out + shown.err
+        assert "error:" not in shown.err
 
 
 def test_config_show_tells_where_each_value_came_from() -> None:
