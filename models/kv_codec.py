@@ -33,7 +33,6 @@ from models.kv_layout import NumberFormat, number_format
 _PLAIN = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1, by code; bit 3 is the sign
 _FP4_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-_E4M3_TINIEST = 2.0**-9
 _ROTATED_ELEMENTS = 64  # at most so many are turned together: a head of most models
 _E8M0_BIAS = 127
 _E8M0_LARGEST = 254  # 255 is NaN

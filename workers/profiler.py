@@ -220,11 +220,6 @@ class Profiler:
                 yield TransferSample(size, max(self.clock() - started, 1e-9))
 
 
-def memory_copy(transfer_bytes: int) -> None:
-    """The cheapest transfer there is, a copy inside this process: an upper bound on every transport's speed."""
-    torch.zeros(transfer_bytes, dtype=torch.uint8).clone()
-
-
 def load_profile(key: ProfileKey) -> FittedProfile | None:
     """The remembered profile, None when there is none or its file does not hold what it should."""
     if not key.path.is_file():

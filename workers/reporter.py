@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 MAX_KEPT_EVENTS = 100_000
 MAX_LOOKED_BLOCKS = 2048
-_COVERED_BY_ATTACH = (BlocksStored, BlocksRemoved, IndexSnapshot, LoadReported)
 
 
 class Reporter:

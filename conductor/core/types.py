@@ -285,4 +285,3 @@ class TransferReason(StrEnum):
 
     REPLICATE = "replicate"
     DRAIN = "drain"
-    RESTORE = "restore"
