@@ -58,7 +58,9 @@ def run_fetch(url: str, output: Path | None, sha256: str | None) -> None:
 
 
 def _counted(requests: Iterable[TraceRequest], bar: Progress) -> Iterator[TraceRequest]:
+    number = 0
     for number, request in enumerate(requests, start=1):
         yield request
         if number % REPORT_EVERY == 0:
             bar.update(bar.task_ids[0], completed=number)
+    bar.update(bar.task_ids[0], completed=number, total=number)

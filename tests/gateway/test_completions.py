@@ -9,7 +9,7 @@ import httpx
 
 from conductor.core.types import FinishReason
 from tests.doubles.scripted_engine import Script
-from tests.gateway.conftest import CONTEXT, Live
+from tests.gateway.conftest import CONTEXT, MODEL, Live, hash_prompt
 
 
 def events(answer: httpx.Response) -> list[dict[str, Any]]:
@@ -45,6 +45,24 @@ def test_a_chat_completion_renders_the_template(live: Live) -> None:
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": "hello", "refusal": None}
     tokens = live.engine.jobs[0].tokens
     assert bytes(tokens[::4]) == b"<user>good day\n<assistant>"
+
+
+def test_what_is_looked_up_is_the_prompt_that_is_computed(live: Live) -> None:
+    """The hashes cover every message as the template renders it, on whichever way the prompt came: the worker gets those very
+    tokens, so what it caches is what the next look-up asks for."""
+    messages = [{"role": role, "content": f"{role} says {'so ' * 40}"} for role in ("system", "user", "assistant", "user")]
+    longer = [*messages[:-1], {"role": "user", "content": "something else, at the same length as before" * 3}]
+    for body in ({"messages": messages}, {"messages": messages, "stream": True}, {"messages": longer}):
+        live.post("/v1/chat/completions", {"model": MODEL, **body})
+    live.complete(list(live.engine.jobs[0].tokens[::4]))
+    jobs = live.engine.jobs
+    assert [job.request.block_hashes for job in jobs] == [
+        hash_prompt(bytes(job.tokens), job.request.cache_domain) for job in jobs
+    ]
+    first, streamed, other, by_tokens = (job.request.block_hashes for job in jobs)
+    assert first == streamed == by_tokens
+    shared = sum(mine == theirs for mine, theirs in zip(first, other, strict=False))
+    assert 0 < shared < len(first)
 
 
 def test_a_stream_carries_the_same_text(live: Live) -> None:
