@@ -67,8 +67,10 @@ class LiveOptions:
         for name, objective_s in (("ttft_s", self.slo.ttft_s), ("tbt_s", self.slo.tbt_s)):
             if objective_s is not None and not objective_s > 0:
                 raise ValueError(f"slo.{name} is {objective_s}; allowed: a number above 0, or None")
-        if self.warmup < 0 or (self.max_concurrency is not None and self.max_concurrency < 1):
-            raise ValueError("warmup and max_concurrency must be at least 0 and 1")
+        for name, least in (("warmup", 0), ("max_concurrency", 1)):
+            count = getattr(self, name)
+            if count is not None and count < least:
+                raise ValueError(f"{name} is {count}; allowed: {least} or more")
 
 
 Progress = Callable[[RequestOutcome], None]
