@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from ipaddress import ip_address
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -73,7 +74,8 @@ def prepare_model(config: Config) -> Prepared:
     replayed = config.store.replay_windows
     namespace = namespace_in_formats(card.namespace, config.model.kv_dtype, replayed=replayed, **formats)
     hash_prompt = prompt_hasher(namespace, config.scheduler.block_tokens)
-    served = ServedModel((card.name,), card.max_context, tokenizer, hash_prompt)
+    created_s = int((folder.path / "config.json").stat().st_mtime)  # of the folder, so that all its gateways say the same
+    served = ServedModel((card.name,), card.max_context, tokenizer, hash_prompt, created_s)
     weights_bytes = sum(path.stat().st_size for path in folder.path.glob("*.safetensors"))
     return Prepared(card, served, hash_prompt, weights_bytes)
 
@@ -230,7 +232,8 @@ async def _serve(config: Config, prepared: Prepared, listeners: Listeners, progr
         app = create_app(client, prepared.served, config.gateway, tracing)
         signals.server = make_server(app, admin=listeners.admin, own_signals=False)
         spare_the_collector()
-        progress(_ready_lines(listeners.gateway, prepared.served.name, config.gateway))
+        host, port = listeners.gateway.getsockname()[:2]
+        progress(ready_lines(host, port, prepared.served.name, config.gateway))
         await signals.server.serve(sockets=[listeners.gateway])
         progress("stopping the workers")
 
@@ -243,8 +246,12 @@ async def _check_model(client: RayEngineClient, model: str) -> None:
         raise ConfigError(f"model.name is {model!r}; the workers of this cluster serve {', '.join(sorted(served))}")
 
 
-def _ready_lines(listener: socket.socket, model: str, settings: GatewaySettings) -> str:
-    host, port = listener.getsockname()[:2]
-    url = f"{'http' if settings.tls_cert_file is None else 'https'}://{host}:{port}"
+def ready_lines(host: str, port: int, model: str, settings: GatewaySettings) -> str:
+    """Where the gateway answers, whom it lets in, and a request to try."""
+    url = f"{'http' if settings.tls_cert_file is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
     body = '{"model": "' + model + '", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}'
-    return f"ready: {url}\n  curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
+    lines = [f"ready: {url}"]
+    if settings.keys_file is None and not ip_address(host.partition("%")[0]).is_loopback:
+        lines.append("  whoever reaches this address may use it: gateway.keys_file names no keys")
+    lines.append(f"  curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'")
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What is checked before anything starts: whether the deployment will fit into this machine."""
+"""What is checked before anything starts, and what is said when all of it runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from conductor import serve
 from conductor.config import Config, load
-from conductor.gateway import ServedModel
+from conductor.gateway import GatewaySettings, ServedModel
 from models.errors import ModelError
 from models.folder import ModelCard
 from tests.models.builders import write_tiny_folder
@@ -56,6 +56,17 @@ def test_memory_of_another_machine_is_not_judged(monkeypatch: pytest.MonkeyPatch
     """Joining a cluster says nothing about this machine's memory."""
     monkeypatch.setattr(serve, "available_bytes", lambda: 0)
     serve.check_memory(config(cluster__address="ray.example:6379"), PREPARED)
+
+
+@pytest.mark.parametrize(("host", "open_to_others"), [("127.0.0.1", False), ("::1", False), ("0.0.0.0", True), ("::", True)])
+def test_a_gateway_that_anybody_may_use_says_so(host: str, open_to_others: bool) -> None:
+    """Beyond this machine and without keys; the address and a request to try stand there in either case."""
+    lines = serve.ready_lines(host, 8000, "m", GatewaySettings()).splitlines()
+    keyed = serve.ready_lines(host, 8000, "m", GatewaySettings(keys_file=Path("keys.yaml"))).splitlines()
+    url = f"http://[{host}]:8000" if ":" in host else f"http://{host}:8000"
+    assert (lines[0], lines[-1].split()[:2]) == (f"ready: {url}", ["curl", f"{url}/v1/chat/completions"])
+    assert ["may use it" in line for line in lines[1:-1]] == [True] * open_to_others
+    assert len(keyed) == 2
 
 
 def test_tenants_share_no_prefix() -> None:
