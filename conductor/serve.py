@@ -209,7 +209,9 @@ class _Signals:
             if self._task is not None:
                 self._task.cancel()
         else:
-            self._progress(f"finishing {self.server.service.in_flight} requests in flight; another signal ends at once")
+            count = self.server.service.in_flight
+            if count:
+                self._progress(f"requests in flight that are finished first: {count}; another signal ends at once")
             self.server.handle_exit(number, None)
 
 

@@ -24,6 +24,10 @@ class FetchError(RuntimeError):
     """A download failed; the message says at what address and why. What has arrived is kept unless it is wrong."""
 
 
+class AddressError(FetchError):
+    """Nothing can be fetched from such an address."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fetched:
     """A finished download."""
@@ -40,7 +44,7 @@ def fetch(url: str, target: Path, *, sha256: str | None = None, progress: Progre
     With `sha256` the content must have that checksum; a download that has not is thrown away and `target` left as it was.
     """
     if httpx.URL(url).scheme not in ("http", "https"):
-        raise FetchError(f"address is {url!r}; allowed: an http or https address")
+        raise AddressError(f"address is {url!r}; allowed: an http or https address")
     part = target.with_name(target.name + ".part")
     etag = target.with_name(target.name + ".part.etag")
     try:

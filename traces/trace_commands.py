@@ -9,7 +9,7 @@ import httpx
 from rich.progress import Progress
 
 from traces.console import ExitCode, fail, progress_bar, remark_on_reading, standard_output
-from traces.fetch import FetchError, fetch
+from traces.fetch import AddressError, FetchError, fetch
 from traces.formats import Trace
 from traces.formats.writer import write_mooncake
 from traces.report import STANDARD_OUTPUT, write_json
@@ -50,6 +50,8 @@ def run_fetch(url: str, output: Path | None, sha256: str | None) -> None:
                 sha256=sha256,
                 progress=lambda done, total: bar.update(bar.task_ids[0], completed=done, total=total),
             )
+    except AddressError as error:
+        raise fail(str(error)) from error
     except FetchError as error:
         raise fail(str(error), ExitCode.UNREACHABLE) from error
     except (httpx.InvalidURL, OSError) as error:

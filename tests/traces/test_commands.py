@@ -181,6 +181,8 @@ def test_fetch_tells_size_and_checksum_or_why_not(tmp_path: Path) -> None:
     assert (fetched.exit_code, missing.exit_code) == (0, 3)
     assert "sha256" in fetched.stdout
     assert "answers 404" in missing.stderr
+    nowhere = conductor("trace", "fetch", "nowhere", tmp_path / "o")
+    assert (nowhere.exit_code, "address is 'nowhere'; allowed: an http or https address" in nowhere.stderr) == (2, True)
 
 
 def test_commands_start_without_torch_ray_and_matplotlib() -> None:
