@@ -103,6 +103,13 @@ def is_worker_loss(error: BaseException) -> bool:
     return isinstance(error, RayActorError) and not isinstance(error, RayTaskError)
 
 
+def will_answer_again(error: BaseException) -> bool:
+    """Whether a call failed because its target is just being started again."""
+    from ray.exceptions import ActorUnavailableError
+
+    return isinstance(error, ActorUnavailableError)
+
+
 async def until_gone(handle: Any) -> None:
     """Wait until an actor's `alive()` ends, however it ends."""
     try:

@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from conductor.connection import will_answer_again
 from conductor.core.events import RequestFailed, RequestFinished
 from conductor.core.messages import GenerationJob, TokenOutput
 from conductor.core.types import BlockHash, Decision, FinishReason, Placement, Rejection, RequestId, WorkerId
@@ -262,12 +263,20 @@ class RayEngineClient:
         await self._cancel_at_conductor(notice.request_id)
 
     async def _resume(self, request: _Request) -> None:
+        """A Conductor that is lost meanwhile is asked again for the attempt after, since the one asked for may run already."""
         stream = request.stream
+        job = stream.continue_as_next_attempt(self._hash_prompt)
         try:
-            decision: Decision = await self._conductor.resume.remote(stream.continue_as_next_attempt(self._hash_prompt))
+            decision: Decision = await self._conductor.resume.remote(job)
         except Exception as error:
-            request.end(FinishReason.FAILED, f"the request could not be placed again: {type(error).__name__}: {error}")
-            await self._cancel_at_conductor(stream.job.request.id)
+            if not will_answer_again(error):
+                request.end(FinishReason.FAILED, f"the request could not be placed again: {type(error).__name__}: {error}")
+                await self._cancel_at_conductor(job.request.id)
+                return
+            self._outage.failed(f"request {job.request.id} was not placed again", error)
+            await asyncio.sleep(RECONNECT_DELAY_S)
+            if self._requests.get(job.request.id) is request and stream.job is job and not stream.finished:
+                await self._resume(request)
             return
         if isinstance(decision, Placement):
             stream.placed(decision)
