@@ -115,8 +115,8 @@ void fetch(const Chunk& p, int64_t kv_head, int64_t token) {
   constexpr int LINE = 64 / sizeof(T);
   const T* from = token_of<T>(p, token, DIM) + kv_head * DIM;
   for (int i = 0; i < DIM; i += LINE) {
-    __builtin_prefetch(from + i, 0, 2);
-    __builtin_prefetch(from + p.kv_heads * DIM + i, 0, 2);
+    __builtin_prefetch(from + i);
+    __builtin_prefetch(from + p.kv_heads * DIM + i);
   }
 }
 

@@ -28,6 +28,7 @@ struct Rows {
   Rows from(int64_t row) const { return {values + row * groups * GROUP, scales + row * groups, sums + row * groups, groups}; }
 };
 
+// `sums` null: not wanted.
 void quantise_row(const float* x, int64_t k, int64_t groups, int16_t* values, float* scales, float* sums) {
   for (int64_t group = 0; group < groups; ++group) {
     const int64_t start = group * GROUP, count = std::min<int64_t>(GROUP, k - start);
@@ -35,13 +36,11 @@ void quantise_row(const float* x, int64_t k, int64_t groups, int16_t* values, fl
     if (count < GROUP) std::memcpy(last, x + start, count * sizeof(float));
     const float* from = count < GROUP ? last : x + start;
     Floats most = {};
-    for (int i = 0; i < GROUP; i += LANES) {
-      const Floats value = load(from + i), magnitude = value < 0.0f ? -value : value;
-      most = magnitude > most ? magnitude : most;
-    }
+    for (int i = 0; i < GROUP; i += LANES) most = larger(magnitude(load(from + i)), most);
     const float largest = largest_of(most), inverse = largest > 0.0f ? 32767.0f / largest : 0.0f;
     for (int i = 0; i < GROUP; i += LANES) put_rounded(values + start + i, load(from + i) * inverse);
     scales[group] = largest / 32767.0f;
+    if (!sums) continue;
     int32_t total = 0;
     for (int i = 0; i < GROUP; ++i) total += values[start + i];
     sums[group] = static_cast<float>(total) * scales[group];
@@ -56,15 +55,29 @@ struct Matrix {
   int64_t n;
 };
 
+// Weights of a task to come, fetched from memory a few lines with every group of those computed with.
+struct Later {
+  const char* next;
+  const char* end;
+  int64_t lines;  // a group
+
+  void fetch() {
+    for (int64_t line = 0; line < lines && next < end; ++line, next += LINE) __builtin_prefetch(next);
+  }
+};
+
 // ROWS rows by TILES tiles of 16 outputs from `tile` on, their weights at `packed`. A tile is [groups][16 pairs of inputs]
-// [16 outputs][2], as packed or widened to 16 bits; its scales, and least weights, [groups][16].
+// [16 outputs][2], as packed or widened to 8 bits; its scales, and least weights, [groups][16]. Without `later` reading the
+// weights is what it costs, and it fetches those that follow.
 template <int ROWS, int TILES, typename Packed, typename Weight>
-void block(const Rows& x, const Matrix<Packed>& w, const Weight* packed, float* y, int64_t tile) {
+void block(const Rows& x, const Matrix<Packed>& w, const Weight* packed, float* y, int64_t tile, Later* later) {
   constexpr int COLUMNS = TILES * PARTS, IN = WEIGHTS_IN<Weight>;
   const int64_t first_group = tile * x.groups * TILE;
   Floats out[ROWS][COLUMNS] = {};
   for (int64_t group = 0; group < x.groups; ++group) {
-    if constexpr (std::is_same_v<Packed, Weight>) {  // few rows: reading the weights is what they cost
+    if (later) {
+      later->fetch();
+    } else {
       constexpr int64_t SIZE = TILE * GROUP / IN;
       for (int tile_at = 0; tile_at < TILES; ++tile_at)
         for (int64_t i = 0; i < SIZE; i += LINE) __builtin_prefetch(packed + (tile_at * x.groups + group) * SIZE + FETCHED + i, 0, 2);
@@ -103,41 +116,39 @@ void block(const Rows& x, const Matrix<Packed>& w, const Weight* packed, float* 
 
 // Up to ROWS rows by the tiles `first` to `last`, whose weights begin at `packed`.
 template <int ROWS, typename Packed, typename Weight>
-void few_rows(const Rows& x, const Matrix<Packed>& w, const Weight* packed, float* y, int64_t rows, int64_t first, int64_t last) {
+void few_rows(const Rows& x, const Matrix<Packed>& w, const Weight* packed, float* y, int64_t rows, int64_t first, int64_t last, Later* later) {
   if (rows < ROWS) {
-    if constexpr (ROWS > 1) few_rows<ROWS - 1>(x, w, packed, y, rows, first, last);
+    if constexpr (ROWS > 1) few_rows<ROWS - 1>(x, w, packed, y, rows, first, last, later);
     return;
   }
   int64_t tile = first;
   const auto weights = [&] { return packed + (tile - first) * x.groups * TILE * GROUP / WEIGHTS_IN<Weight>; };
-  for (; tile + WIDE <= last; tile += WIDE) block<ROWS, WIDE>(x, w, weights(), y, tile);
+  for (; tile + WIDE <= last; tile += WIDE) block<ROWS, WIDE>(x, w, weights(), y, tile, later);
   if constexpr (WIDE > 1)
-    for (; tile < last; ++tile) block<ROWS, 1>(x, w, weights(), y, tile);
+    for (; tile < last; ++tile) block<ROWS, 1>(x, w, weights(), y, tile, later);
 }
 
-void widen(const int8_t* from, int64_t count, int16_t* to) {
-  for (int64_t i = 0; i < count; ++i) to[i] = from[i];
+// Weights in 8 bits, which the core's own cache holds: as they are, or unpacked to `room`.
+const int8_t* in_bytes(const int8_t* from, int64_t, int8_t*) { return from; }
+
+const int8_t* in_bytes(const Nibbles* from, int64_t count, int8_t* room) {
+  for (int64_t i = 0; i < count / 2; ++i) room[2 * i] = from[i].both & 15, room[2 * i + 1] = from[i].both >> 4;
+  return room;
 }
 
-void widen(const Nibbles* from, int64_t count, int16_t* to) {
-  for (int64_t i = 0; i < count / 2; ++i) to[2 * i] = from[i].both & 15, to[2 * i + 1] = from[i].both >> 4;
-}
-
-// All rows by the tiles `first` to `last`. Many rows go by weights widened once, and fetch those of the thread's next task.
+// All rows by the tiles `first` to `last`. Many rows go by weights of 8 bits, and fetch those of the thread's next task.
 template <typename Packed>
-void all_rows(const Rows& x, const Matrix<Packed>& w, float* y, int64_t m, int64_t first, int64_t last, int16_t* wide) {
-  const int64_t tile_weights = x.groups * TILE * GROUP / WEIGHTS_IN<Packed>;
-  const Packed *packed = w.packed + first * tile_weights, *later = w.packed + last * tile_weights;
-  if (m <= MAX_ROWS) return few_rows<MAX_ROWS>(x, w, packed, y, m, first, last);
-  widen(packed, (last - first) * x.groups * TILE * GROUP, wide);
-  const int64_t tiles = (w.n + TILE - 1) / TILE, later_bytes = std::min(TASK_TILES, tiles - last) * tile_weights * sizeof(Packed);
-  int64_t fetched = 0;
-  for (int64_t row = 0; row < m; row += MAX_ROWS) {
-    const int64_t part = std::min<int64_t>(MAX_ROWS, m - row);
-    for (const int64_t soon = later_bytes * (row + part) / m; fetched < soon; fetched += LINE)
-      __builtin_prefetch(reinterpret_cast<const char*>(later) + fetched, 0, 2);
-    few_rows<MAX_ROWS>(x.from(row), w, wide, y + row * w.n, part, first, last);
-  }
+void all_rows(const Rows& x, const Matrix<Packed>& w, float* y, int64_t m, int64_t first, int64_t last, int8_t* room) {
+  const int64_t tile_weights = x.groups * TILE * GROUP / WEIGHTS_IN<Packed>, tiles = (w.n + TILE - 1) / TILE;
+  const Packed *packed = w.packed + first * tile_weights, *next = w.packed + last * tile_weights;
+  if (m <= MAX_ROWS) return few_rows<MAX_ROWS>(x, w, packed, y, m, first, last, nullptr);
+  const int8_t* bytes = in_bytes(packed, (last - first) * x.groups * TILE * GROUP, room);
+  const int64_t later_bytes = std::min(TASK_TILES, tiles - last) * tile_weights * sizeof(Packed);
+  const int64_t visits = m / MAX_ROWS * x.groups * ((last - first + WIDE - 1) / WIDE);
+  const char* start = reinterpret_cast<const char*>(next);
+  Later later{start, start + later_bytes, (later_bytes / LINE + visits - 1) / visits};
+  for (int64_t row = 0; row < m; row += MAX_ROWS)
+    few_rows<MAX_ROWS>(x.from(row), w, bytes, y + row * w.n, std::min<int64_t>(MAX_ROWS, m - row), first, last, &later);
 }
 
 template <typename Packed>
@@ -148,15 +159,15 @@ void multiply(const float* x, const Matrix<Packed>& w, float* y, int64_t m, int6
   const Rows rows{values.get(), scales.get(), sums.get(), groups};
 #pragma omp parallel num_threads(threads)
   {
-    Aligned<int16_t> wide(m > MAX_ROWS ? TASK_TILES * groups * TILE * GROUP : 0);
+    Aligned<int8_t> room(m > MAX_ROWS && w.least ? TASK_TILES * groups * TILE * GROUP : 0);
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < m; ++row) {
       const int64_t at = row * groups;
-      quantise_row(x + row * k, k, groups, values.get() + at * GROUP, scales.get() + at, sums.get() + at);
+      quantise_row(x + row * k, k, groups, values.get() + at * GROUP, scales.get() + at, w.least ? sums.get() + at : nullptr);
     }
 #pragma omp for schedule(static)
     for (int64_t first = 0; first < tiles; first += TASK_TILES)
-      all_rows(rows, w, y, m, first, std::min(first + TASK_TILES, tiles), wide.get());
+      all_rows(rows, w, y, m, first, std::min(first + TASK_TILES, tiles), room.get());
   }
 }
 

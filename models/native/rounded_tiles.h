@@ -75,9 +75,6 @@ class RoundedTiles {
  private:
   static constexpr float LENGTH = 30000.0f, TINY = 1e-30f;
 
-  static Floats magnitude(Floats x) { return x < 0.0f ? -x : x; }
-  static Floats larger(Floats x, Floats y) { return x > y ? x : y; }
-
   // The scale that brings the rounded numbers back.
   template <typename T>
   static float round_by_length(const T* from, int16_t* to) {

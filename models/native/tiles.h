@@ -74,7 +74,7 @@ template <int R, int C>
 [[gnu::always_inline]] inline void accumulate(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t k, Floats (&acc)[R][C],
                        const float* later = nullptr) {
   for (int64_t i = 0; i < k; ++i) {
-    if (later) __builtin_prefetch(later + i * LANES, 0, 2);
+    if (later) __builtin_prefetch(later + i * LANES);
     Floats values[C];
     for (int c = 0; c < C; ++c) values[c] = load(b + i * b_stride + c * LANES);
     for (int r = 0; r < R; ++r) {

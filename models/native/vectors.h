@@ -95,6 +95,16 @@ inline float largest_of(Floats value) {
 #endif
 }
 
+inline Floats magnitude(Floats x) {
+  Words bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  bits &= 0x7fffffffu;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+inline Floats larger(Floats x, Floats y) { return x > y ? x : y; }
+
 inline uint16_t to_bfloat16(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
