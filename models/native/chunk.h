@@ -13,6 +13,11 @@ constexpr int QUERIES = 6, BREADTH = 2;
 #endif
 constexpr int64_t KEYS = 64;  // tokens of a tile of keys and values; tiles begin at multiples of it
 
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+constexpr Ints LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#else
+constexpr Ints LANE = {0, 1, 2, 3, 4, 5, 6, 7};
+#endif
 constexpr float LOG2_E = 1.44269504088896341f;
 
 // The new tokens of one sequence, the last `m` of `total`. A token sees `window` tokens back, itself among them, from `first` on.
@@ -73,33 +78,47 @@ struct RowBlock {
   }
 };
 
-// One row's logits over a tile become weights relative to the largest so far; what was gathered before follows suit.
-template <int DIM>
-void weigh(float* weights, float cap, RowBlock& rows, int r) {
-  if (!rows.sees(r)) {
-    std::memset(weights, 0, KEYS * sizeof(float));
-    return;
+// Numbers of a tile's row for tokens outside begin..end become `value`.
+inline void hide(float* row, int begin, int end, float value) {
+  for (int i = 0; i < KEYS; i += LANES) {
+    const Ints token = LANE + i;
+    store(row + i, (token >= begin) & (token < end) ? load(row + i) : splat(value));
   }
-  const int begin = rows.begin[r], end = rows.end[r];
-  if (cap > 0.0f)
-    for (int i = 0; i < KEYS; i += LANES) store(weights + i, capped(load(weights + i), cap) * LOG2_E);
-  for (int i = 0; i < begin; ++i) weights[i] = -INFINITY;
-  for (int i = end; i < KEYS; ++i) weights[i] = -INFINITY;
-  Floats most = load(weights);
-  for (int i = LANES; i < KEYS; i += LANES) most = load(weights + i) > most ? load(weights + i) : most;
-  const float before = rows.largest[r], largest = std::max(before, largest_of(most));
-  if (largest > before) {
-    const float shrunk = before == -INFINITY ? 0.0f : power_of_two(splat(before - largest))[0];
+}
+
+// The rows' logits over a tile, times `factors`, become weights relative to each row's largest so far; what was gathered before
+// follows suit. Step by step for all rows, so that none waits for its own sums.
+template <int DIM>
+void weigh(float* logits, const float* factors, float cap, RowBlock& rows) {
+  const auto cut = [&](int r) { return rows.begin[r] > 0 || rows.end[r] < KEYS; };
+  float factor[QUERIES], largest[QUERIES];
+  for (int r = 0; r < QUERIES; ++r) {
+    float* row = logits + r * KEYS;
+    factor[r] = cap > 0.0f ? 1.0f : factors[r];
+    for (int i = 0; cap > 0.0f && i < KEYS; i += LANES) store(row + i, capped(load(row + i) * factors[r], cap) * LOG2_E);
+    if (cut(r)) hide(row, rows.begin[r], rows.end[r], -INFINITY);
+  }
+  for (int r = 0; r < QUERIES; ++r) {
+    Floats most = load(logits + r * KEYS);
+    for (int i = LANES; i < KEYS; i += LANES) most = larger(load(logits + r * KEYS + i), most);
+    largest[r] = largest_of(most);
+  }
+  for (int r = 0; r < QUERIES; ++r) {
+    const float before = rows.largest[r];
+    if (!(largest[r] * factor[r] > before)) continue;
+    rows.largest[r] = largest[r] * factor[r];
+    const float shrunk = before == -INFINITY ? 0.0f : power_of_two(splat(before - rows.largest[r]))[0];
     store(rows.totals + r * LANES, load(rows.totals + r * LANES) * shrunk);
     for (int i = 0; i < DIM; i += LANES) store(rows.gathered + r * DIM + i, load(rows.gathered + r * DIM + i) * shrunk);
-    rows.largest[r] = largest;
   }
-  for (int i = 0; i < KEYS; i += LANES) store(weights + i, power_of_two(load(weights + i) - largest));
-  for (int i = 0; i < begin; ++i) weights[i] = 0.0f;
-  for (int i = end; i < KEYS; ++i) weights[i] = 0.0f;
-  Floats total = load(rows.totals + r * LANES);
-  for (int i = 0; i < KEYS; i += LANES) total += load(weights + i);
-  store(rows.totals + r * LANES, total);
+  for (int r = 0; r < QUERIES; ++r) {
+    float* row = logits + r * KEYS;
+    for (int i = 0; i < KEYS; i += LANES) store(row + i, power_of_two(load(row + i) * factor[r] - rows.largest[r]));
+    if (cut(r)) hide(row, rows.begin[r], rows.end[r], 0.0f);
+    Floats total = load(rows.totals + r * LANES);
+    for (int i = 0; i < KEYS; i += LANES) total += load(row + i);
+    store(rows.totals + r * LANES, total);
+  }
 }
 
 // Where a token's keys and values lie, of all heads.

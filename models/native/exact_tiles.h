@@ -35,11 +35,13 @@ class ExactTiles {
       for (int r = 0; r < QUERIES; ++r)
         for (int c = 0; c < BREADTH; ++c) store(weights + r * KEYS + at + c * LANES, acc[r][c]);
     }
-    for (int r = 0; r < QUERIES; ++r) weigh<DIM>(weights + r * KEYS, cap, rows, r);
+    weigh<DIM>(weights, ONES, cap, rows);
     gather<0>(rows.last(), rows.gathered);
   }
 
  private:
+  static constexpr float ONES[QUERIES] = {1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f};
+
   template <int AT>
   void gather(int64_t count, float* gathered) {
     constexpr int C = std::min(BREADTH, DIM / LANES - AT);

@@ -60,15 +60,12 @@ class RoundedTiles {
       multiply(queries_.get() + row * DIM, DIM, reinterpret_cast<const int16_t*>(keys_.get() + at), 2 * KEYS, DIM / 2, acc);
       for (int c = 0; c < BREADTH; ++c) {
         const Floats scale = load(key_scales_ + at + c * LANES);
-        for (int r = 0; r < QUERIES; ++r)
-          store(logits + r * KEYS + at + c * LANES, floats(acc[r][c]) * (scale * query_scales_.get()[row + r]));
+        for (int r = 0; r < QUERIES; ++r) store(logits + r * KEYS + at + c * LANES, floats(acc[r][c]) * scale);
       }
     }
+    weigh<DIM>(logits, query_scales_.get() + row, cap, rows);
     float scales[QUERIES];
-    for (int r = 0; r < QUERIES; ++r) {
-      weigh<DIM>(logits + r * KEYS, cap, rows, r);
-      scales[r] = round_by_sum(logits + r * KEYS, weights_.get() + r * KEYS);
-    }
+    round_by_sum(logits, scales);
     gather<0>((rows.last() + 1) / 2, scales, rows.gathered);
   }
 
@@ -85,13 +82,22 @@ class RoundedTiles {
     return length > TINY ? length / LENGTH : 0.0f;
   }
 
-  // A row's weights times the scales of the values that they are for, rounded; what brings back the sums that they gather.
-  float round_by_sum(const float* weights, int16_t* to) const {
-    Floats scaled[KEYS / LANES], total = {};
-    for (int i = 0; i < KEYS / LANES; ++i) total += scaled[i] = load(weights + i * LANES) * load(value_scales_ + i * LANES);
-    const float all = sum(total), inverse = all > TINY ? 32000.0f / all : 0.0f;
-    for (int i = 0; i < KEYS / LANES; ++i) put_rounded(to + i * LANES, scaled[i] * inverse);
-    return all > TINY ? all / 32000.0f : 0.0f;
+  // The rows' weights times the scales of the values that they are for, rounded; `scales` bring back the sums that they gather.
+  void round_by_sum(float* weights, float* scales) {
+    Floats totals[QUERIES] = {};
+    for (int r = 0; r < QUERIES; ++r)
+      for (int i = 0; i < KEYS; i += LANES) {
+        const Floats scaled = load(weights + r * KEYS + i) * load(value_scales_ + i);
+        store(weights + r * KEYS + i, scaled);
+        totals[r] += scaled;
+      }
+    float all[QUERIES];
+    for (int r = 0; r < QUERIES; ++r) all[r] = sum(totals[r]);
+    for (int r = 0; r < QUERIES; ++r) {
+      const float inverse = all[r] > TINY ? 32000.0f / all[r] : 0.0f;
+      for (int i = 0; i < KEYS; i += LANES) put_rounded(weights_.get() + r * KEYS + i, load(weights + r * KEYS + i) * inverse);
+      scales[r] = all[r] > TINY ? all[r] / 32000.0f : 0.0f;
+    }
   }
 
   // acc[r][c] += pairs of a[r] times pairs of b, for `count` pairs.
