@@ -1,15 +1,16 @@
 """GGUF files: metadata, tensors and tokenizer, turned once into a prepared folder that everything else reads.
 
 The folder holds what a Hugging Face folder holds (config.json, tokenizer.json, tokenizer_config.json, generation_config.json)
-and the dequantised weights, fused, as one safetensors file. GGUF stores q and k of the llama architecture for rotary over
-interleaved pairs; they are put back into halves here. Parsing and dequantising are the `gguf` package's. Torch-free.
+and the dequantised weights, fused, as one safetensors file; those of a form that the native kernels decode, a second time in
+that form (`stored_weights`). GGUF stores q and k of the llama architecture for rotary over interleaved pairs; they are put back
+into halves here. Parsing and dequantising are the `gguf` package's. Torch-free.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import gguf
 import numpy as np
@@ -21,10 +22,13 @@ from models.cache import write_json
 from models.config import ModelConfig, config_from_gguf, config_to_hf
 from models.errors import ModelFileError
 from models.gguf_tokenizer import write_tokenizer
-from models.weights import fused_tensors
+from models.stored_weights import STORED_WEIGHTS, stored_tensors
+from models.weights import EMBED, HEAD, fused_tensors, layer_parts
+
+_Number = TypeVar("_Number", np.float32, np.uint8)
 
 FUSED_WEIGHTS = "fused.safetensors"
-PREPARED_VERSION = 1
+PREPARED_VERSION = 2
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -69,17 +73,26 @@ class GGUFFile:
 
     def tensor(self, hf_name: str) -> NDArray[np.float32]:
         """A tensor by its Hugging Face name, as float32."""
+        tensor = self._tensor(hf_name)
+        try:
+            values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+        except (NotImplementedError, ValueError) as error:
+            raise ModelFileError(f"{self.path}: tensor {tensor.name} of type {tensor.tensor_type.name}: {error}") from error
+        return self._halves(hf_name, values)
+
+    def stored(self, hf_name: str) -> tuple[gguf.GGMLQuantizationType, NDArray[np.uint8]]:
+        """The type of a tensor, and the bytes of its rows."""
+        tensor = self._tensor(hf_name)
+        return tensor.tensor_type, self._halves(hf_name, tensor.data.view(np.uint8))
+
+    def _tensor(self, hf_name: str) -> gguf.ReaderTensor:
         name = _gguf_name(hf_name)
         tensor = self._tensors.get(name)
         if tensor is None:
             raise ModelFileError(f"{self.path}: tensor {name} is missing")
-        try:
-            values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
-        except (NotImplementedError, ValueError) as error:
-            raise ModelFileError(f"{self.path}: tensor {name} of type {tensor.tensor_type.name}: {error}") from error
-        return self._halves(hf_name, values)
+        return tensor
 
-    def _halves(self, hf_name: str, values: NDArray[np.float32]) -> NDArray[np.float32]:
+    def _halves(self, hf_name: str, values: NDArray[_Number]) -> NDArray[_Number]:
         if self.metadata["general.architecture"] != "llama" or not hf_name.endswith(("q_proj.weight", "k_proj.weight")):
             return values
         rows, columns = values.shape
@@ -102,3 +115,16 @@ def prepare_gguf(path: Path, folder: Path) -> None:
     write_tokenizer(source.metadata, str(path), folder)
     fused = dict(fused_tensors(source.config, source.tensor, np.concatenate))
     save_file({name: np.ascontiguousarray(tensor) for name, tensor in fused.items()}, folder / FUSED_WEIGHTS)
+    save_file(_stored(source), folder / STORED_WEIGHTS)
+
+
+def _stored(source: GGUFFile) -> dict[str, NDArray[np.generic]]:
+    """Every fused matrix of a form that the kernels decode."""
+    parts = layer_parts(source.config) | {EMBED: ["model.embed_tokens.weight"]}
+    if not source.config.tied_embeddings:
+        parts[HEAD] = ["lm_head.weight"]
+    stored: dict[str, NDArray[np.generic]] = {}
+    for name, of in parts.items():
+        if not name.endswith(("norm.weight", "bias")):
+            stored |= stored_tensors(name, [source.stored(part) for part in of])
+    return stored

@@ -22,6 +22,7 @@ from models.families import DecoderConfig
 from models.folder import ModelFolder
 from models.gguf import FUSED_WEIGHTS
 from models.projected_config import ProjectedConfig, projected_shapes
+from models.stored_weights import STORED_WEIGHTS
 from models.weights import fused_tensors, tensor_shapes
 
 
@@ -50,6 +51,12 @@ def load_weights(
     weights = dict(_fused_file(folder.path / FUSED_WEIGHTS) if folder.fused else _from_shards(folder, dtype))
     _check_shapes(folder.path, folder.config, weights)
     return {name: tensor.to(device=device, dtype=dtype) for name, tensor in weights.items() if wanted(name)}
+
+
+def load_stored(folder: ModelFolder, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+    """What holds the `wanted` fused tensors in few bits (`stored_weights`), mapped to its file; nothing where there is none."""
+    stored = _fused_file(folder.path / STORED_WEIGHTS) if folder.fused else iter(())
+    return {name: tensor for name, tensor in stored if wanted(name.rpartition(".")[0])}
 
 
 def _fused_file(path: Path) -> Iterator[tuple[str, Tensor]]:

@@ -1,7 +1,9 @@
 """Projections: a matrix of weights that rows are multiplied with, kept as it is, or in eight or four bits.
 
-- `FloatLinear` keeps the tensor, mapped to its file where it came from one. A few rows, as in decoding, cost the reading of the
-  weights and go to the native kernel; more go to torch.
+- `FloatLinear` keeps the tensor, mapped to its file where it came from one.
+- `StoredLinear` multiplies with the same floats, decoded on the way from the few bits in which their file holds them. A few
+  rows, as in decoding, cost the reading of the weights, which are a fifth of the bytes; the floats are not even brought into
+  memory. Without native kernels it is a `FloatLinear`.
 - `Int8Linear` keeps int8 weights with a scale for every 32 inputs of an output, a quarter of the bytes. The rows it is given
   are rounded to 16 bits, a scale for every 32 elements, which loses less than the weights did by three orders of magnitude; a
   scale for a whole row, or eight bits, would let single large activations ruin their neighbours. Without native kernels torch
@@ -20,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models import native_kernels
-from models.native_kernels import GROUP, TILE
+from models.stored_weights import GROUP, LEAST, PACKED, SCALES, TILE
 from models.weights import EMBED, HEAD
 
 WEIGHT_FORMATS = ("full", "int8", "int4")
@@ -42,6 +44,23 @@ class FloatLinear:
         if kernels is None:
             return F.linear(x, self.weight, self.bias)
         return kernels.linear_float(x, self.weight, self.bias)
+
+
+class StoredLinear(FloatLinear):
+    """`scales`: what the packed integers are multiplied with, and what is added then, None in eight bits."""
+
+    def __init__(
+        self, weight: Tensor, packed: Tensor, scales: tuple[Tensor, Tensor | None], bias: Tensor | None = None
+    ) -> None:
+        super().__init__(weight, bias)
+        self.packed = packed
+        self.scales = scales
+
+    def __call__(self, x: Tensor) -> Tensor:
+        kernels = native_kernels.usable(x)
+        if kernels is None:
+            return super().__call__(x)
+        return kernels.linear_stored(x, self.packed, self.scales, self.bias, len(self.weight))
 
 
 class Int8Linear:
@@ -133,5 +152,11 @@ class Projections:
         bias = self._weights.get(f"{weight.removesuffix('weight')}bias")
         matrix = self._weights[weight] if part is None else self._weights[weight][part]
         if self._format == "full":
-            return FloatLinear(matrix, bias)
+            return self._exact(weight, matrix, bias)
         return Int8Linear(matrix, bias) if self._format == "int8" or weight in _SENSITIVE else Int4Linear(matrix, bias)
+
+    def _exact(self, name: str, matrix: Tensor, bias: Tensor | None) -> Linear:
+        packed = self._weights.get(name + PACKED)
+        if packed is None:
+            return FloatLinear(matrix, bias)
+        return StoredLinear(matrix, packed, (self._weights[name + SCALES], self._weights.get(name + LEAST)), bias)

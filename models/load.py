@@ -14,8 +14,8 @@ from models.deepseek import Deepseek
 from models.deepseek_config import DeepseekConfig
 from models.errors import ModelFileError
 from models.families import DecoderConfig
-from models.folder import ModelCard, find_model, model_card
-from models.hf_folder import load_weights
+from models.folder import ModelCard, ModelFolder, find_model, model_card
+from models.hf_folder import load_stored, load_weights
 from models.linear import WEIGHT_FORMATS
 from models.llama import Llama
 from models.projected import Projected
@@ -50,9 +50,22 @@ def load_model(
     folder = find_model(name_or_path)
     tokenizer = load_tokenizer_folder(folder.path)
     card = model_card(folder, tokenizer, kv_dtype, weight_format)
-    load = partial(load_weights, folder, torch.device(device), _torch_dtype("dtype", dtype))
+    as_stored = (device, dtype, weight_format) == ("cpu", "float32", "full")
+    load = partial(_load, folder, torch.device(device), _torch_dtype("dtype", dtype), as_stored)
     model = _build(folder.config, load, _torch_dtype("kv_dtype", kv_dtype), weight_format, share)
     return LoadedModel(model, tokenizer, card)
+
+
+def _load(
+    folder: ModelFolder,
+    device: torch.device,
+    dtype: torch.dtype,
+    as_stored: bool,
+    wanted: Callable[[str], bool] = lambda name: True,
+) -> dict[str, Tensor]:
+    """Fused tensors, and if `as_stored` what some of them are decoded from as they are multiplied with."""
+    weights = load_weights(folder, device, dtype, wanted)
+    return weights | load_stored(folder, wanted) if as_stored else weights
 
 
 def _build(

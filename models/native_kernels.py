@@ -29,12 +29,10 @@ from models.errors import ModelError
 logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent / "native"
-SOURCES = tuple(FOLDER / name for name in ("kernels.cpp", "products.cpp", "few_bits.cpp", "chunks.cpp"))
+SOURCES = tuple(FOLDER / name for name in ("kernels.cpp", "products.cpp", "stored.cpp", "few_bits.cpp", "chunks.cpp"))
 HEADERS = tuple(sorted(FOLDER.glob("*.h")))
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 LINK = ("-fopenmp", "-shared", "-fPIC")
-GROUP = 32  # elements of a row of weights or activations that share a scale
-TILE = 16  # rows of weights that lie together
 FEW_ROWS = 32  # up to as many rows, reading the weights is what a product costs
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
 MAX_SHARE = 64  # query heads of one KV head
@@ -44,6 +42,8 @@ _pointer, _size, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, c
 _SIGNATURES = {
     "linear_float": (*[_pointer] * 4, *[_size] * 3, _int),
     "linear_many": (*[_pointer] * 4, *[_size] * 3, _int),
+    "linear_stored": (*[_pointer] * 6, *[_size] * 3, _int),
+    "linear_many_stored": (*[_pointer] * 6, *[_size] * 3, _int),
     "linear_int8": (*[_pointer] * 5, *[_size] * 3, _int),
     "linear_int4": (*[_pointer] * 6, *[_size] * 3, _int),
     "rms_norm": (*[_pointer] * 3, *[_size] * 2, _float, _int),
@@ -94,6 +94,17 @@ class Kernels:
         arguments = (x.data_ptr(), weight.data_ptr(), _address(bias), y.data_ptr(), rows, inputs, outputs)
         multiply = self._library.linear_float if rows <= FEW_ROWS else self._library.linear_many
         multiply(*arguments, torch.get_num_threads())
+        return y
+
+    def linear_stored(
+        self, x: Tensor, packed: Tensor, scales: tuple[Tensor, Tensor | None], bias: Tensor | None, outputs: int
+    ) -> Tensor:
+        """F.linear(x, the floats that the file's weights stand for, bias)."""
+        rows, inputs = x.shape
+        y = x.new_empty(rows, outputs)
+        pointers = (x.data_ptr(), packed.data_ptr(), scales[0].data_ptr(), _address(scales[1]), _address(bias), y.data_ptr())
+        multiply = self._library.linear_stored if rows <= FEW_ROWS else self._library.linear_many_stored
+        multiply(*pointers, rows, inputs, outputs, torch.get_num_threads())
         return y
 
     def linear_int8(self, x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None, outputs: int) -> Tensor:

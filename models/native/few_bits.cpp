@@ -7,9 +7,6 @@
 
 namespace {
 
-constexpr int TILE = 16;   // outputs whose weights lie together
-constexpr int GROUP = 32;  // elements of a row that share a scale
-constexpr int PARTS = TILE / LANES;
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 constexpr int MAX_ROWS = 6, WIDE = 2;  // rows and tiles that are accumulated in registers
 #else
@@ -103,14 +100,8 @@ void block(const Rows& x, const Matrix<Packed>& w, const Weight* packed, float* 
     }
   }
   for (int c = 0; c < COLUMNS; ++c) {
-    const int64_t first = tile * TILE + c * LANES, count = std::min<int64_t>(LANES, w.n - first);
-    for (int r = 0; r < ROWS; ++r) {
-      float* to = y + r * w.n + first;
-      if (count == LANES)
-        store(to, w.bias ? out[r][c] + load(w.bias + first) : out[r][c]);
-      else
-        for (int64_t lane = 0; lane < count; ++lane) to[lane] = out[r][c][lane] + (w.bias ? w.bias[first + lane] : 0.0f);
-    }
+    const int64_t first = tile * TILE + c * LANES;
+    for (int r = 0; r < ROWS; ++r) put_outputs(y + r * w.n + first, out[r][c], w.bias ? w.bias + first : nullptr, w.n - first);
   }
 }
 

@@ -1,10 +1,15 @@
-// Products of 16-bit integers, two at a time, summed in 32 bits. AVX-512 and AVX2 are named here, and give the same integers.
+// Weights of few bits, and products of 16-bit integers, two at a time, summed in 32 bits. AVX-512 and AVX2 are named here, and give
+// the same integers.
 
 #pragma once
 
 #include "vectors.h"
 
 namespace {
+
+constexpr int TILE = 16;   // outputs whose weights lie together
+constexpr int GROUP = 32;  // elements of a row that share a scale
+constexpr int PARTS = TILE / LANES;
 
 struct Nibbles {  // a pair of 4-bit weights, none below zero; the low half comes first
   uint8_t both;

@@ -112,6 +112,12 @@ inline uint16_t to_bfloat16(float value) {
   return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
 }
 
+// The first `count` of a row's numbers, or all, and what is added to them (null: nothing).
+inline void put_outputs(float* to, Floats numbers, const float* bias, int64_t count) {
+  if (count >= LANES) return store(to, bias ? numbers + load(bias) : numbers);
+  for (int64_t lane = 0; lane < count; ++lane) to[lane] = numbers[lane] + (bias ? bias[lane] : 0.0f);
+}
+
 inline void put(float* to, float value) { *to = value; }
 inline void put(uint16_t* to, float value) { *to = to_bfloat16(value); }
 

@@ -8,11 +8,14 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import torch
 from gguf.quants import quantize
 from numpy.typing import NDArray
 
 from models.errors import ModelFileError
 from models.gguf import GGUFFile
+from models.linear import Projections, StoredLinear
+from models.stored_weights import stored_tensors
 
 HIDDEN, FEED = 256, 256
 TYPES = {
@@ -103,3 +106,25 @@ def test_a_format_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", {"blk.0.ffn_up.weight": (data, kind)})
     with pytest.raises(ModelFileError, match=r"tensor blk\.0\.ffn_up\.weight of type Q8_K"):
         GGUFFile(tmp_path / "m.gguf").tensor("model.layers.0.mlp.up_proj.weight")
+
+
+@pytest.mark.parametrize(("kinds", "held"), [(("Q4_1",) * 3, True), (("Q8_0",) * 3, True), (("Q4_1", "Q4_1", "Q8_0"), False)])
+def test_fused_weights_are_held_in_few_bits_where_their_parts_are_of_one_form(
+    tmp_path: Path, kinds: tuple[str, ...], held: bool
+) -> None:
+    """Keys and queries in halves, like their floats; other weights are there as floats alone."""
+    names = {"attn_q": 256, "attn_k": 128, "attn_v": 128}
+    tensors = {}
+    for seed, ((name, rows), kind) in enumerate(zip(names.items(), kinds, strict=True)):
+        quantised = gguf.GGMLQuantizationType[kind]
+        tensors[f"blk.0.{name}.weight"] = (quantize(random_weights(rows, seed), quantised), quantised)
+    write_gguf(tmp_path / "m.gguf", tensors)
+    source = GGUFFile(tmp_path / "m.gguf")
+    parts = [f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv"]
+    found = {name: torch.from_numpy(tensor) for name, tensor in stored_tensors("w", [source.stored(x) for x in parts]).items()}
+    assert bool(found) is held
+    if held:
+        weight = torch.from_numpy(np.concatenate([source.tensor(x) for x in parts]))
+        project = Projections({"w": weight, **found})("w")
+        assert isinstance(project, StoredLinear)
+        torch.testing.assert_close(project(torch.eye(HIDDEN)), weight.T, atol=0, rtol=0)

@@ -7,9 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 import torch.nn.functional as F
+from gguf.quants import dequantize, quantize
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +22,7 @@ from models.load import load_model
 from models.native_kernels import FLAGS, HEAD_DIMS, BuildError, Kernels, build
 from models.paged_attention import Softmax, attend, plan_batch, write_kv
 from models.rotary import rotate
+from models.stored_weights import stored_tensors
 from tests.models.builders import write_tiny_folder
 from tests.models.contract import check_all
 
@@ -93,6 +96,35 @@ def test_int4_keeps_weights_of_sixteen_steps_as_they_are() -> None:
     spread = free.unflatten(1, (-1, 32)).amax(dim=-1) - free.unflatten(1, (-1, 32)).amin(dim=-1)
     assert bool(((Int4Linear(free).expanded() - free).abs() <= (spread / 30 * 1.01).repeat_interleave(32, dim=1)).all())
     assert torch.equal(Int4Linear(torch.zeros(3, 5)).expanded(), torch.zeros(3, 5))
+
+
+def stored(name: str, rows: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor | None]]:
+    """Random weights in a GGUF format: as floats, and as the kernels take them."""
+    kind = gguf.GGMLQuantizationType[name]
+    blocks = quantize(random(rows, inputs, seed=1).numpy(), kind)
+    held = {key: torch.from_numpy(value) for key, value in stored_tensors("w", [(kind, blocks)]).items()}
+    return torch.from_numpy(dequantize(blocks, kind)), held["w.packed"], (held["w.scales"], held.get("w.least"))
+
+
+@pytest.mark.parametrize("name", ["Q4_1", "Q8_0"])
+@pytest.mark.parametrize("rows", [1, 7, 32, 96])
+def test_weights_of_a_file_are_decoded_to_the_very_floats(kernels: Kernels, name: str, rows: int) -> None:
+    """Rows of the identity pick single weights, which nothing is added to."""
+    weight, packed, scales = stored(name, 70, 96)
+    assert torch.equal(kernels.linear_stored(torch.eye(96)[:rows], packed, scales, None, 70), weight.T[:rows])
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("name", ["Q4_1", "Q8_0"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_products_with_weights_of_a_file_are_torchs(kernels: Kernels, name: str, biased: bool) -> None:
+    """In any batch of few rows, and in any chunk of many, a row gets the same bits."""
+    weight, packed, scales = stored(name, 300, 96)
+    x, bias = random(90, 96), random(300, seed=2) if biased else None
+    for rows, part in ((23, slice(5, 6)), (23, slice(2, 9)), (90, slice(20, 60))):
+        found = kernels.linear_stored(x[:rows], packed, scales, bias, 300)
+        torch.testing.assert_close(found, F.linear(x[:rows], weight, bias), atol=1e-4, rtol=1e-5)
+        assert torch.equal(kernels.linear_stored(x[part], packed, scales, bias, 300), found[part])
 
 
 def test_int8_products_have_the_same_bits_on_every_processor() -> None:
