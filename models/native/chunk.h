@@ -6,11 +6,7 @@
 
 namespace {
 
-#if defined(__AVX512F__) && defined(__AVX512BW__)
-constexpr int QUERIES = 6, BREADTH = 4;  // rows and vectors that are accumulated in registers
-#else
-constexpr int QUERIES = 6, BREADTH = 2;
-#endif
+constexpr int QUERIES = 6, BREADTH = MANY_REGISTERS ? 4 : 2;  // rows and vectors that are accumulated in registers
 constexpr int64_t KEYS = 64;  // tokens of a tile of keys and values; tiles begin at multiples of it
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)

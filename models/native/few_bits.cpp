@@ -7,11 +7,7 @@
 
 namespace {
 
-#if defined(__AVX512F__) && defined(__AVX512BW__)
-constexpr int MAX_ROWS = 6, WIDE = 2;  // rows and tiles that are accumulated in registers
-#else
-constexpr int MAX_ROWS = 3, WIDE = 1;
-#endif
+constexpr int MAX_ROWS = MANY_REGISTERS ? 6 : 3, WIDE = MANY_REGISTERS ? 2 : 1;  // that are accumulated in registers, and tiles
 constexpr int64_t TASK_TILES = 2;  // that one task computes for all rows, so that their weights stay near
 constexpr int64_t LINE = 64;
 constexpr int64_t FETCHED = 16384;  // bytes between the weights computed with and those fetched from memory, into the larger cache

@@ -7,11 +7,7 @@
 
 namespace {
 
-#if defined(__AVX512F__) && defined(__AVX512BW__)
-constexpr int ROWS = 8, STEP = 3;  // rows and vectors that are accumulated in registers
-#else
-constexpr int ROWS = 6, STEP = 2;
-#endif
+constexpr int ROWS = MANY_REGISTERS ? 8 : 6, STEP = MANY_REGISTERS ? 3 : 2;  // that are accumulated in registers, and vectors
 constexpr int OUTPUTS = STEP * LANES;  // of a panel of weights
 
 struct Product {  // y = x w^T

@@ -5,11 +5,7 @@
 
 namespace {
 
-#if defined(__AVX512F__) && defined(__AVX512BW__)
-constexpr int SUMS = 8;  // vectors that are summed up in registers, twice: for the first and the second of a pair of inputs
-#else
-constexpr int SUMS = 4;
-#endif
+constexpr int SUMS = MANY_REGISTERS ? 8 : 4;  // summed up in registers, twice: for the first and the second of a pair of inputs
 constexpr int64_t TASK_TILES = 8;
 
 // ROWS rows by the TILES tiles from `tile` on.

@@ -16,8 +16,10 @@ namespace {
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 constexpr int LANES = 16;
+constexpr bool MANY_REGISTERS = true;  // for vectors: 32, else 16
 #else
 constexpr int LANES = 8;
+constexpr bool MANY_REGISTERS = false;
 #endif
 
 typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
