@@ -152,7 +152,7 @@ class Projections:
         bias = self._weights.get(f"{weight.removesuffix('weight')}bias")
         matrix = self._weights[weight] if part is None else self._weights[weight][part]
         if self._format == "full":
-            return self._exact(weight, matrix, bias)
+            return self._exact(weight, matrix, bias) if part is None else FloatLinear(matrix, bias)
         return Int8Linear(matrix, bias) if self._format == "int8" or weight in _SENSITIVE else Int4Linear(matrix, bias)
 
     def _exact(self, name: str, matrix: Tensor, bias: Tensor | None) -> Linear:
