@@ -14,14 +14,20 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
-WINDOW = 16  # transfers; a link that changes is followed within as many
+FloatArray: TypeAlias = NDArray[np.float64]
+WINDOW = 24  # transfers; a link that changes is followed within as many
 MIN_SPREAD = 0.3  # standard deviation over mean of the sizes, below which they say nothing about latency
 MIN_TRANSFERS = 3
 OVERLAPS = 1.2  # mean number under way from which a transfer says something about sharing
 SHARING_RATE = 0.3
+FITS = 8  # after which the weights stand still
+LEAST_ERROR = 0.02
+LEAST_SHARE = 0.1  # of a transfer's time that its bytes take
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +79,26 @@ class Line:
         self._seen.append((nbytes, seconds, under_way))
 
     def speed(self) -> LinkSpeed:
-        """The line with the least relative errors, and with nothing negative."""
+        """The line with the least relative errors, of which large ones count no more than others, and with nothing negative."""
         sharing = 1.0 if self._sharing is None else self._sharing
         sizes, seconds, under_way = (np.asarray(column, dtype=np.float64) for column in zip(*self._seen, strict=True))
         times = seconds / (1.0 + sharing * (under_way - 1.0))
-        weights = times**-2.0 / np.sum(times**-2.0)
+        weights = times**-2.0
+        for _ in range(FITS):
+            latency_s, bytes_per_s = self._fit(sizes, times, weights / np.sum(weights))
+            errors = np.abs((latency_s + sizes / bytes_per_s) / times - 1.0)
+            weights = times**-2.0 / np.maximum(errors, LEAST_ERROR)
+        return LinkSpeed(latency_s, bytes_per_s, sharing)
+
+    def _fit(self, sizes: FloatArray, times: FloatArray, weights: FloatArray) -> tuple[float, float]:
+        """Latency and bytes a second by weighted least squares."""
         size, time_s = float(weights @ sizes), float(weights @ times)
         variance = float(weights @ (sizes - size) ** 2)
         if variance > (MIN_SPREAD * size) ** 2:
             slope = max(0.0, float(weights @ ((sizes - size) * (times - time_s))) / variance)
             self._latency_s = max(0.0, time_s - slope * size)
-        latency_s = min(self._latency_s, 0.9 * float(times.min()))
-        bytes_per_s = size / max(time_s - latency_s, 1e-9)
-        usual = float(np.median(times / (latency_s + sizes / bytes_per_s)))  # weights favour quick transfers
-        return LinkSpeed(latency_s * usual, bytes_per_s / usual, sharing)
+        over_latency = float(weights @ (sizes * np.maximum(times - self._latency_s, LEAST_SHARE * times)))
+        return self._latency_s, float(weights @ sizes**2) / over_latency
 
 
 class LinkMeter:
