@@ -16,6 +16,7 @@ from typing import Generic, TypeVar
 DEFAULT_CHUNK_TOKENS = 512
 MIN_GROUP_BYTES = 4 << 20  # below this a transfer costs more for being one than for its bytes
 MAX_GROUPS = 6
+READY_GROUPS = 2  # of KV that is there already: while one is read, the next is written, and each more costs a call
 K = TypeVar("K", bound=Hashable)
 
 
@@ -99,11 +100,11 @@ def _admit(waiting: Sequence[Waiting[K]], available: int, seats: int) -> tuple[K
     return tuple(admitted)
 
 
-def layer_groups(num_layers: int, layer_bytes: int) -> list[range]:
+def layer_groups(num_layers: int, layer_bytes: int, most: int = MAX_GROUPS) -> list[range]:
     """How the layers of a chunk, whose new KV is `layer_bytes` a layer, are sent: even groups, each worth sending.
 
     The last group is what a decode worker waits for after the computing, so there are several where that pays.
     """
-    count = max(1, min(MAX_GROUPS, num_layers, num_layers * layer_bytes // MIN_GROUP_BYTES))
+    count = max(1, min(most, num_layers, num_layers * layer_bytes // MIN_GROUP_BYTES))
     bounds = [num_layers * number // count for number in range(count + 1)]
     return [range(start, stop) for start, stop in pairwise(bounds)]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from conductor.core.types import WorkerId
-from workers.batching import layer_groups
+from workers.batching import MAX_GROUPS, READY_GROUPS, layer_groups
 from workers.block_pool import BlockId
 from workers.device_cache import DeviceCache
 from workers.exchange import Exchange, split
@@ -76,11 +76,11 @@ class Outgoing:
 
     # --- cutting, in any thread ---------------------------------------------------------------------------------------
 
-    def groups(self, blocks: int) -> list[range]:
+    def groups(self, blocks: int, most: int = MAX_GROUPS) -> list[range]:
         """The groups of layers in which so many blocks are sent, each from one place: while one is read, the next can be
         written."""
         kv, cuts = self._sender.cache.kv, self._sender.exchange.cuts
-        groups = layer_groups(kv.num_layers, blocks * kv.layer_block_bytes) if blocks else []
+        groups = layer_groups(kv.num_layers, blocks * kv.layer_block_bytes, most) if blocks else []
         return [run for group in groups for run in split(group, cuts)]
 
     def cut(self, table: Sequence[BlockId], blocks: range, layers: range) -> list[Part]:
@@ -111,7 +111,7 @@ class Outgoing:
 
     async def _send_prefix(self, table: Sequence[BlockId], blocks: int, held_there: Callable[[], Awaitable[int]]) -> None:
         missing = range(await held_there(), blocks)
-        for layers in self.groups(len(missing)):
+        for layers in self.groups(len(missing), READY_GROUPS):
             for part in self.cut(table, missing, layers):
                 self.send(part)
 

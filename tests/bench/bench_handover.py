@@ -23,7 +23,7 @@ import numpy as np
 
 from conductor.demo import REPLICATION
 from tests.bench.harness import Figure, Report, at_least, at_most
-from workers.batching import layer_groups
+from workers.batching import READY_GROUPS, layer_groups
 from workers.kv_transfer.base import KVDescriptor, KVTicket
 from workers.kv_transfer.blocks import KVBlocks
 from workers.kv_transfer.link_meter import LinkMeter
@@ -227,7 +227,7 @@ def local_ray() -> Iterator[Any]:
 
 
 def copy_figures(pair: Pair, name: str) -> list[Figure]:
-    groups = layer_groups(KV.num_layers, BLOCKS * KV.layer_block_bytes)
+    groups = layer_groups(KV.num_layers, BLOCKS * KV.layer_block_bytes, READY_GROUPS)
     scattered = np.random.default_rng(0).permutation(CACHE_BLOCKS)[:BLOCKS].tolist()
     chunk = list(range(CHUNK_BLOCKS))
     copy_s = statistics.median(pair.copy_s() for _ in range(3))
