@@ -50,6 +50,7 @@ def decode_tokens_per_s(context: int) -> float:
 
 
 prefill_tokens_per_s(64)
+print("READY", flush=True)
 for line in sys.stdin:
     lengths = task["prefill"] if json.loads(line)["long"] else task["prefill"][:-1]
     figures = {f"prefill {count}": prefill_tokens_per_s(count) for count in lengths}

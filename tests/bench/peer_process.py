@@ -1,7 +1,8 @@
 """A peer that measures itself: a process of its own Python, which is asked for one round of rates at a time.
 
-It is started with its task as JSON, reads a line of JSON for each round, and answers with a line that begins with `RATES `;
-whatever else its libraries print is passed over. Between rounds it waits, so that rounds of several can take turns.
+It is started with its task as JSON and says `READY` when it has loaded, for that would disturb what others measure. Then it
+reads a line of JSON for each round, and answers with a line that begins with `RATES `; whatever else its libraries print is
+passed over. Between rounds it waits, so that rounds of several can take turns.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-ANSWER = "RATES "
+READY, ANSWER = "READY", "RATES "
 END_S = 60.0
 
 
@@ -25,7 +26,9 @@ def peer_process(python: str, script: Path, task: Mapping[str, object]) -> Itera
         pipe = subprocess.PIPE
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True)
         try:
-            yield PeerProcess(script.name, process, errors)
+            peer = PeerProcess(script.name, process, errors)
+            peer.answer(READY)
+            yield peer
         finally:
             _end(process)
 
@@ -51,16 +54,20 @@ class PeerProcess:
     def rates(self, *, long: bool) -> dict[str, float]:
         """One round; `long`: with what takes long. Raises `RuntimeError` with the peer's last words when it is gone."""
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         try:
             self._process.stdin.write(json.dumps({"long": long}) + "\n")
             self._process.stdin.flush()
         except OSError as error:
             raise self._gone() from error
+        found: dict[str, float] = json.loads(self.answer(ANSWER))
+        return found
+
+    def answer(self, beginning: str) -> str:
+        """The rest of the next line that begins so."""
+        assert self._process.stdout is not None
         for line in self._process.stdout:
-            if line.startswith(ANSWER):
-                found: dict[str, float] = json.loads(line.removeprefix(ANSWER))
-                return found
+            if line.startswith(beginning):
+                return line.removeprefix(beginning)
         raise self._gone()
 
     def _gone(self) -> RuntimeError:

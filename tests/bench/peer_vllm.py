@@ -51,6 +51,7 @@ def main() -> None:
         return figures
 
     seconds([prompt(64)], 4)
+    print("READY", flush=True)
     for _ in sys.stdin:
         print("RATES " + json.dumps(round_of_rates()), flush=True)
 

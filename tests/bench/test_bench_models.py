@@ -14,6 +14,7 @@ PEER = """
 import json, sys
 task = json.loads(sys.argv[1])
 print("loading weights")
+print("READY", flush=True)
 for line in sys.stdin:
     print("a library says something")
     print("RATES " + json.dumps({"prefill 512": task["rate"], "long": float(json.loads(line)["long"])}), flush=True)
@@ -28,13 +29,13 @@ def test_a_peer_answers_a_round_at_a_time(tmp_path: Path) -> None:
         assert peer.rates(long=False) == {"prefill 512": 7.5, "long": 0.0}
 
 
-def test_a_peer_that_ends_is_quoted(tmp_path: Path) -> None:
+def test_a_peer_that_does_not_start_is_quoted(tmp_path: Path) -> None:
     (tmp_path / "peer.py").write_text("import sys; sys.exit('no such model')")
     with (
-        peer_process(sys.executable, tmp_path / "peer.py", {}) as peer,
         pytest.raises(RuntimeError, match=r"peer\.py failed: no such model"),
+        peer_process(sys.executable, tmp_path / "peer.py", {}),
     ):
-        peer.rates(long=True)
+        pass
 
 
 def test_ratios_are_medians_of_rounds_and_not_ratios_of_medians() -> None:
