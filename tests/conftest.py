@@ -13,7 +13,7 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # Ray reads it once a proces
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kill-rounds", type=int, default=1, help="how often each kill test runs")
-    parser.addoption("--soak-seconds", type=float, default=30.0, help="how long the short soak goes on")
+    parser.addoption("--soak-seconds", type=float, default=20.0, help="how long the short soak goes on")
     parser.addoption("--update-golden", action="store_true", help="record the decisions in tests/golden anew")
 
 
