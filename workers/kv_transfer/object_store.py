@@ -99,13 +99,13 @@ def _small(views: list[KVArray]) -> Iterator[KVArray]:
 
 def joined(pieces: list[KVArray]) -> list[KVArray]:
     """The same memory with pieces that lie side by side as one, whose copy may go past the processor's caches."""
-    joined: list[KVArray] = []
+    views: list[KVArray] = []
     for piece in pieces:
-        if joined and joined[-1].ctypes.data + joined[-1].nbytes == piece.ctypes.data:
-            joined[-1] = as_strided(joined[-1], (len(joined[-1]) + len(piece), piece.shape[1]), writeable=False)
+        if views and views[-1].ctypes.data + views[-1].nbytes == piece.ctypes.data:
+            views[-1] = as_strided(views[-1], (len(views[-1]) + len(piece), piece.shape[1]), writeable=False)
         else:
-            joined.append(piece)
-    return joined
+            views.append(piece)
+    return views
 
 
 def _fill(into: KVBlocks, layer: int, pieces: list[KVArray], first: int) -> None:
